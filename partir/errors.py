@@ -1,0 +1,63 @@
+"""The errors that partir raises: each message says where, what law, expected and actual, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class PartirError(Exception):
+    """Base of every error that partir raises on purpose."""
+
+
+class MeshError(PartirError):
+    """A mesh that does not exist: sizes, axis names, or the world size."""
+
+
+class LayoutError(PartirError):
+    """A layout that cannot be: text, axes used twice, or sizes that do not divide."""
+
+
+class RuleError(PartirError):
+    """An op without a rule, or a rule that contradicts its op."""
+
+
+class TypeRuleError(PartirError):
+    """Operands whose per-axis types may not meet, or a collective on the wrong type."""
+
+
+class TraceError(PartirError):
+    """A model that cannot be captured as a graph."""
+
+
+class RankError(PartirError):
+    """Ranks that disagree, stopped, or do not answer."""
+
+
+class VerifyError(PartirError):
+    """A graph or a result that fails its check."""
+
+
+def source_line(meta: Mapping[str, Any]) -> str:
+    """Return ``file:line (module path)`` of the user's code that made a graph node.
+
+    Args:
+        meta: ``node.meta`` as ``torch.export`` fills it.
+    """
+    frames = [line.strip() for line in str(meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    where = "<unknown line>"
+    if frames:
+        path, line = frames[-1].split(",")[:2]
+        where = f"{path[6:-1].rsplit('/', 1)[-1]}:{line.strip().removeprefix('line ')}"
+    module = module_path(meta)
+    return f"{where} ({module})" if module else where
+
+
+def module_path(meta: Mapping[str, Any]) -> str:
+    """Return the dotted name of the innermost module that made a node, or ``""`` for the root."""
+    stack = meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    innermost = list(stack.values())[-1]
+    path = innermost[0] if isinstance(innermost, tuple) else str(innermost)
+    return str(path).removeprefix("L['self'].").removeprefix("L['self']")
