@@ -1,0 +1,321 @@
+"""Layouts: where the blocks of a tensor live on the mesh, as a value whose text is its notation.
+
+    >>> rows = Layout.parse("f32[192@x.y, 2048@z]")        # rows over x, then y within; columns over z
+    >>> rows.local_shape(Mesh.parse((4, 2, 2))), rows.block, rows.direction
+    ((24, 1024), 'ijl', 'y')
+    >>> print(Layout.parse("f32[(3*768@y)@x, 768@z]"))      # a fused weight: three parts, each split over y
+    f32[(3*768@y)@x, 768@z]
+    >>> print(Layout.parse("f32[16@x, (12@y*64)] +z"))      # canonical: a trailing unsplit sub-dim joins
+    f32[16@x, 768@y] +z
+
+Per mesh axis a value has one of six types (design: gradients are part of the type):
+
+    S  split in a dim                       cotangent S
+    P  pending sum (``+z``)                 cotangent R
+    M  pending maximum (``max z``)          no cotangent
+    R  the same on all ranks, its gradient a pending sum (``~y``)      cotangent P
+    I  the same on all ranks, its gradient too (an axis named nowhere) cotangent I
+    N  the same on all ranks, no gradient (``nograd``, integers)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from partir.errors import LayoutError
+from partir.mesh import AXES, Mesh
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BLOCK_LETTERS = {"data": "d", "x": "i", "y": "j", "z": "l"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sub-dim: ``size`` elements split over ``axes``, major to minor."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.size}@{'.'.join(self.axes)}" if self.axes else str(self.size)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A tensor dim: a product of sub-dims, the whole local dim split once more over ``axes``.
+
+    Construction is canonical: what holds the same blocks on every mesh compares equal.
+    """
+
+    parts: tuple[Part, ...]
+    axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = _merge_parts(self.parts)
+        if len(parts) == 1 and self.axes:
+            parts = (Part(parts[0].size, parts[0].axes + self.axes),)
+            object.__setattr__(self, "axes", ())
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def size(self) -> int:
+        """Global size."""
+        return math.prod(part.size for part in self.parts)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """Every axis that splits this dim, in the order of the text."""
+        return tuple(axis for part in self.parts for axis in part.axes) + self.axes
+
+    def local_size(self, mesh: Mesh) -> int:
+        """Return the size that one rank holds.
+
+        Raises:
+            LayoutError: the axes do not divide a sub-dim.
+        """
+        local = 1
+        for part in self.parts:
+            local *= _divide(part.size, part.axes, mesh, self)
+        return _divide(local, self.axes, mesh, self)
+
+    def __str__(self) -> str:
+        if len(self.parts) == 1:
+            return str(self.parts[0])
+        product = "(" + "*".join(str(part) for part in self.parts) + ")"
+        return f"{product}@{'.'.join(self.axes)}" if self.axes else product
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor's blocks live.
+
+    Args:
+        dtype: short name, ``f32``.
+        dims: one ``Dim`` a tensor dim.
+        pending: ``(axis, "sum" | "max")`` for each axis with a pending reduction.
+        varied: axes of type R.
+        grad: False for values without gradient.
+        owner: ``("y", "z")``: only the rank along y whose y equals its z holds the block.
+
+    Raises:
+        LayoutError: an axis used twice.
+    """
+
+    dtype: str
+    dims: tuple[Dim, ...]
+    pending: tuple[tuple[str, str], ...] = ()
+    varied: tuple[str, ...] = ()
+    grad: bool = True
+    owner: tuple[str, str] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        order = AXES.index
+        object.__setattr__(self, "pending", tuple(sorted(self.pending, key=lambda item: order(item[0]))))
+        object.__setattr__(self, "varied", tuple(sorted(self.varied, key=order)))
+        if not _is_float(self.dtype):
+            object.__setattr__(self, "grad", False)
+        seen: set[str] = set()
+        for axis in [*self.split_axes, *(axis for axis, _ in self.pending), *self.varied]:
+            if axis in seen:
+                raise LayoutError(f"layout {self} uses axis {axis} twice; an axis has one type in a layout.")
+            seen.add(axis)
+        if self.varied and not self.grad:
+            raise LayoutError(f"layout {self} has type R without a gradient; such a value is N.")
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor, grad: bool = True) -> Layout:
+        """Return the layout of a tensor that every rank holds whole."""
+        return cls(dtype_name(tensor.dtype), tuple(Dim((Part(int(n)),)) for n in tensor.shape), grad=grad)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Axes of type S in the order of the dims."""
+        return tuple(axis for dim in self.dims for axis in dim.all_axes)
+
+    @property
+    def block(self) -> str:
+        """The paper's block name, in this tensor's own dim order: x -> i, y -> j, z -> l."""
+        return "".join(BLOCK_LETTERS[axis] for axis in self.split_axes if axis != "data")
+
+    @property
+    def direction(self) -> str | None:
+        """The axis along which the tensor is gathered or scattered: the innermost of the first dim that has several."""
+        for dim in self.dims:
+            if len([axis for axis in dim.all_axes if axis != "data"]) > 1:
+                return dim.all_axes[-1]
+        return None
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of one rank's block.
+
+        Raises:
+            LayoutError: the axes do not divide a sub-dim.
+        """
+        return tuple(dim.local_size(mesh) for dim in self.dims)
+
+    def type(self, axis: str) -> str:
+        """Return the type along ``axis``: one of S P M R I N."""
+        if axis in self.split_axes:
+            return "S"
+        for name, reduction in self.pending:
+            if name == axis:
+                return "P" if reduction == "sum" else "M"
+        if axis in self.varied:
+            return "R"
+        return "I" if self.grad else "N"
+
+    def strip(self, mesh: Mesh) -> Layout:
+        """Return this layout without axes of size 1, which say nothing."""
+        keep = set(mesh.split_axes())
+        if keep.issuperset(self.split_axes) and keep.issuperset(self.varied) and keep.issuperset(a for a, _ in self.pending):
+            if self.owner is None or (mesh[self.owner[0]] > 1):
+                return self
+        dims = tuple(
+            Dim(tuple(Part(p.size, _kept(p.axes, keep)) for p in dim.parts), _kept(dim.axes, keep)) for dim in self.dims
+        )
+        pending = tuple(item for item in self.pending if item[0] in keep)
+        owner = self.owner if self.owner and self.owner[0] in keep else None
+        return replace(self, dims=dims, pending=pending, varied=_kept(self.varied, keep), owner=owner)
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{', '.join(str(dim) for dim in self.dims)}]"
+        text += "".join(f" +{axis}" if reduction == "sum" else f" max {axis}" for axis, reduction in self.pending)
+        text += "".join(f" ~{axis}" for axis in self.varied)
+        if self.owner:
+            text += f" on {self.owner[0]}={self.owner[1]}"
+        return text if self.grad or not _is_float(self.dtype) else text + " nograd"
+
+    @classmethod
+    def parse(cls, text: str, shape: Sequence[int] | None = None, dtype: str | None = None) -> Layout:
+        """Return the layout that a text in partir's notation means.
+
+        Args:
+            text: as printed, ``f32[16@x, 256@y] +z``. With ``shape``, sizes may be names:
+                ``f[out@y.x, in@z]``.
+            shape: global sizes that names stand for.
+            dtype: dtype name to use for a text that begins with ``f`` alone.
+
+        Raises:
+            LayoutError: the text is not a layout; says where.
+        """
+        match = _LAYOUT.fullmatch(text.strip())
+        if match is None:
+            raise LayoutError(f"layout text {text!r} is not understood; write it as f32[16@x.y, 64@z] +z.")
+        entries = [entry.strip() for entry in match["dims"].split(",")] if match["dims"].strip() else []
+        if shape is not None and len(shape) != len(entries):
+            raise LayoutError(f"layout text {text!r} has {len(entries)} dims, the tensor has {len(shape)}: {tuple(shape)}.")
+        sizes = [None] * len(entries) if shape is None else list(shape)
+        dims = tuple(_parse_dim(entry, size, text) for entry, size in zip(entries, sizes))
+        name = dtype if match["dtype"] == "f" and dtype else match["dtype"]
+        if name not in DTYPES:
+            raise LayoutError(f"layout text {text!r} has unknown dtype {name!r}; known: {', '.join(DTYPES)}.")
+        tail = match["tail"]
+        pending = [(axis, "sum") for axis in re.findall(r"\+(\w+)", tail)] + [(axis, "max") for axis in re.findall(r"\bmax (\w+)", tail)]
+        owner = re.search(r"\bon (\w+)=(\w+)", tail)
+        varied = tuple(re.findall(r"~(\w+)", tail))
+        for axis in [axis for axis, _ in pending] + list(varied) + [axis for dim in dims for axis in dim.all_axes]:
+            if axis not in AXES:
+                raise LayoutError(f"layout text {text!r} has unknown axis {axis!r}; axes are {', '.join(AXES)}.")
+        place = (owner[1], owner[2]) if owner else None
+        return cls(name, dims, tuple(pending), varied, "nograd" not in tail.split(), place)
+
+
+_LAYOUT = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?P<tail>(?: \+\w+| max \w+| ~\w+| on \w+=\w+| nograd)*)")
+_DIM = re.compile(r"\((?P<product>[^)]*)\)(?:@(?P<outer>[\w.]+))?|(?P<size>\w+)(?:@(?P<axes>[\w.]+))?")
+
+
+def _parse_dim(entry: str, size: int | None, text: str) -> Dim:
+    match = _DIM.fullmatch(entry)
+    if match is None:
+        raise LayoutError(f"layout text {text!r}: dim {entry!r} is not understood; write 16@x.y or (3*768@y)@x.")
+    if match["product"] is None:
+        return Dim((Part(_size(match["size"], size, text), _axes(match["axes"])),))
+    parts: list[Part] = []
+    for item in match["product"].split("*"):
+        number, _, axes = item.strip().partition("@")
+        parts.append(Part(_size(number, None, text), _axes(axes)))
+    dim = Dim(tuple(parts), _axes(match["outer"]))
+    if size is not None and dim.size != size:
+        raise LayoutError(f"layout text {text!r}: dim {entry!r} has size {dim.size}, the tensor's is {size}.")
+    return dim
+
+
+def _size(text: str, size: int | None, whole_text: str) -> int:
+    if text.isdigit():
+        if size is not None and int(text) != size:
+            raise LayoutError(f"layout text {whole_text!r}: size {text} differs from the tensor's {size}.")
+        return int(text)
+    if size is None:
+        raise LayoutError(f"layout text {whole_text!r}: size {text!r} is a name; sizes are numbers here.")
+    return size
+
+
+def _axes(text: str | None) -> tuple[str, ...]:
+    return tuple(text.split(".")) if text else ()
+
+
+def _kept(axes: tuple[str, ...], keep: set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis in keep)
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype[0] in "fc" or dtype == "bf16"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a torch dtype (``f32``)."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise LayoutError(f"dtype {dtype} has no layout notation; known: {', '.join(DTYPES)}.")
+    return name
+
+
+def _merge_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Join unsplit sub-dims to the one before: the blocks stay the same."""
+    merged: list[Part] = []
+    for part in parts:
+        if part.size == 1 and not part.axes:
+            continue
+        if merged and not part.axes:
+            merged[-1] = Part(merged[-1].size * part.size, merged[-1].axes)
+        else:
+            merged.append(part)
+    return tuple(merged) or (Part(1),)
+
+
+def _divide(size: int, axes: Sequence[str], mesh: Mesh, dim: Dim) -> int:
+    extent = mesh.extent(axes)
+    if size % extent:
+        shown = ".".join(axes)
+        raise LayoutError(f"dim {dim}: size {size} is not divisible by {shown}={extent}. Legal extents: {legal_extents(size)}.")
+    return size // extent
+
+
+def legal_extents(size: int) -> str:
+    """Return the numbers that divide ``size``, as text (at most the first 12)."""
+    found = [n for n in range(1, size + 1) if size % n == 0]
+    return ", ".join(str(n) for n in found[:12]) + (", ..." if len(found) > 12 else "")
