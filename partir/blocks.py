@@ -60,7 +60,7 @@ def is_owner(layout: Layout, mesh: Mesh, rank: int) -> bool:
 
 
 def _owner_axes(layout: Layout) -> tuple[str, ...]:
-    return (layout.owner[0],) if layout.owner else ()
+    return layout.owner or ()
 
 
 def _part_shape(layout: Layout) -> list[int]:
