@@ -76,6 +76,11 @@ class Dim:
             object.__setattr__(self, "axes", ())
         object.__setattr__(self, "parts", parts)
 
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        """Return the dim that a text means, ``(3*768@y)@x``."""
+        return _parse_dim(text, None, text)
+
     @property
     def size(self) -> int:
         """Global size."""

@@ -1,0 +1,93 @@
+"""Small readers of fx graphs whose nodes carry layouts; the one place where fx's loose types are cast."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partir.layout import Layout
+
+
+def operands(node: Node) -> list[Node]:
+    """Return the tensor operands of a call in the order of its schema, lists flattened, absent ones left out."""
+    return [item for item in _flatten(arguments(node)) if is_tensor(item)]
+
+
+def arguments(node: Node) -> list[Any]:
+    """Return every argument of a call in the order of its op's schema (positional, then by keyword)."""
+    target = cast(Any, node.target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return [*node.args, *node.kwargs.values()]
+    found: list[Any] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            found.append(node.args[index])
+        elif argument.name in node.kwargs:
+            found.append(node.kwargs[argument.name])
+    return found
+
+
+def is_tensor(item: object) -> bool:
+    """Return whether an argument is a node that holds one tensor."""
+    return isinstance(item, Node) and isinstance(item.meta.get("val"), torch.Tensor)
+
+
+def tensor_of(node: Node) -> torch.Tensor:
+    """Return the fake tensor of a node that holds one tensor."""
+    return cast(torch.Tensor, node.meta["val"])
+
+
+def results_of(node: Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors that a node produces."""
+    value = node.meta["val"]
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def layouts_of(node: Node) -> tuple[Layout, ...]:
+    """Return the layouts of a node's results."""
+    layout = node.meta["layout"]
+    return (layout,) if isinstance(layout, Layout) else tuple(layout)
+
+
+def layout_of(node: Node) -> Layout:
+    """Return the layout of a node that holds one tensor."""
+    return cast(Layout, node.meta["layout"])
+
+
+def is_getitem(node: Node) -> bool:
+    """Return whether a node takes one result of a call with several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_call(node: Node) -> bool:
+    """Return whether a node calls an op or a local function."""
+    return node.op == "call_function" and not is_getitem(node)
+
+
+def is_collective(node: Node) -> bool:
+    """Return whether a node calls an op of the namespace ``partir``."""
+    return node.op == "call_function" and getattr(node.target, "namespace", None) == "partir"
+
+
+def collective_name(node: Node) -> str:
+    """Return ``all_gather`` for a node that calls ``torch.ops.partir.all_gather.default``."""
+    return str(cast(Any, node.target)._schema.name).removeprefix("partir::")
+
+
+def outputs_of(graph_module: GraphModule) -> list[Any]:
+    """Return the flat outputs of a graph."""
+    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+    values = output.args[0]
+    return list(cast("tuple[Any, ...]", values)) if isinstance(values, (tuple, list)) else [values]
+
+
+def _flatten(items: Any) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from _flatten(cast("list[Any]", item))
+        else:
+            yield item
