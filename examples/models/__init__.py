@@ -1,0 +1,1 @@
+"""Plain PyTorch Transformers that know nothing of meshes."""
