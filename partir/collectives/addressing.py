@@ -1,0 +1,91 @@
+"""Address one part of a product dim: a dim of local size `blocks * n` is viewed as `[blocks, n]`.
+
+A collective acts on the `n` level, so a part inside a product dim is gathered or scattered without
+permuting anything else. Every function returns new, contiguous memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def split_axes(axis: str) -> tuple[str, ...]:
+    """Split the text of a group's axes, major to minor.
+
+    >>> split_axes("z.x")
+    ('z', 'x')
+    """
+    return tuple(axis.split("."))
+
+
+def take(t: Tensor, dim: int, blocks: int, index: int, size: int) -> Tensor:
+    """Copy chunk `index` of `size`: `[.., blocks*size*n, ..] -> [.., blocks*n, ..]`.
+
+    >>> take(torch.arange(8), dim=0, blocks=2, index=1, size=2)
+    tensor([2, 3, 6, 7])
+    """
+    length = t.shape[dim] // (blocks * size)
+    dim = dim % t.dim()
+    whole = t.unflatten(dim, (blocks, size, length))
+    return whole.select(dim + 1, index).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
+
+
+def put(t: Tensor, dim: int, blocks: int, index: int, size: int) -> Tensor:
+    """Place `t` as chunk `index` of `size`, zeros elsewhere: the adjoint of `take`.
+
+    >>> put(torch.tensor([2, 3, 6, 7]), dim=0, blocks=2, index=1, size=2)
+    tensor([0, 0, 2, 3, 0, 0, 6, 7])
+    """
+    dim = dim % t.dim()
+    shape = list(t.shape)
+    shape[dim] *= size
+    whole = t.new_zeros(shape)
+    length = t.shape[dim] // blocks
+    whole.unflatten(dim, (blocks, size, length)).select(dim + 1, index).copy_(t.unflatten(dim, (blocks, length)))
+    return whole
+
+
+def join(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
+    """Join the chunks of all ranks: `size` times `[.., blocks*n, ..] -> [.., blocks*size*n, ..]`.
+
+    >>> join([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])], dim=0, blocks=2)
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    if blocks == 1:
+        return torch.cat(list(parts), dim).contiguous()
+    dim = dim % parts[0].dim()
+    length = parts[0].shape[dim] // blocks
+    return torch.cat([p.unflatten(dim, (blocks, length)) for p in parts], dim + 1).flatten(dim, dim + 1).contiguous()
+
+
+def exchange_pieces(t: Tensor, size: int, src: int, dst: int, src_blocks: int, dst_blocks: int) -> list[Tensor]:
+    """Cut what an all-to-all sends: piece `i` goes to the group's rank `i`.
+
+    `dst_blocks` counts the dim as it is once `src` is gathered, so within one dim it includes `src`.
+    """
+    after = src % t.dim() == dst % t.dim() and dst_blocks > src_blocks
+    blocks = dst_blocks // size if after else dst_blocks
+    return [take(t, dst, blocks, index, size) for index in range(size)]
+
+
+def exchange_join(pieces: Sequence[Tensor], src: int, dst: int, src_blocks: int, dst_blocks: int) -> Tensor:
+    """Join what an all-to-all received, in group order: the other half of `exchange_pieces`."""
+    ndim = pieces[0].dim()
+    before = src % ndim == dst % ndim and dst_blocks < src_blocks
+    return join(pieces, src, src_blocks // len(pieces) if before else src_blocks)
+
+
+def pack(ts: Sequence[Tensor], rows: int) -> Tensor:
+    """Lay several tensors out as one message of `rows` equal rows, flat: `[rows * sum of numel / rows]`."""
+    return torch.cat([t.reshape(rows, t.numel() // rows) for t in ts], 1).flatten()
+
+
+def unpack(flat: Tensor, shapes: Sequence[Sequence[int]], rows: int) -> list[Tensor]:
+    """Undo `pack`: cut `rows` rows into one tensor per shape."""
+    lengths = [torch.Size(shape).numel() // rows for shape in shapes]
+    columns = flat.reshape(rows, sum(lengths)).split(lengths, 1)
+    return [
+        c.reshape(tuple(shape)).clone(memory_format=torch.contiguous_format)
+        for c, shape in zip(columns, shapes, strict=True)
+    ]
