@@ -1,0 +1,95 @@
+"""The one place that calls torch's private AOTAutograd.
+
+``tests/test_differentiate.py::test_aot_contract`` notices when torch changes what is relied on here:
+
+- placeholders of the joint graph are ``primals_1 ...`` then ``tangents_1 ...``, one tangent for each output that
+  requires grad, and its results are the outputs, then one gradient (or None) for each argument;
+- every node keeps ``meta["custom"]`` of the node that an ``fx.Interpreter`` was running, in the backward as well;
+- ``meta["partitioner_tag"]`` tells forward from backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import traceback as fx_traceback
+
+ORIGIN = "partir"
+
+
+class _Tracer(Interpreter):
+    """Runs a graph so that every node traced from it carries the name of its origin."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=True)
+
+    def run_node(self, n: Node) -> Any:
+        n.meta["custom"] = {ORIGIN: n.name}
+        return super().run_node(n)
+
+
+def export_joint(
+    module: GraphModule, arguments: Sequence[torch.Tensor], training: bool, wanted: Sequence[bool]
+) -> tuple[GraphModule, tuple[bool, ...]]:
+    """Trace ``module`` to ATen, with its backward when ``training``.
+
+    Args:
+        module: a graph whose placeholders and flat results are tensors. Its nodes' ``meta["custom"]`` is overwritten.
+        arguments: fake tensors, ``requires_grad`` where a gradient is wanted.
+        training: whether to derive the backward.
+        wanted: for each output, whether its tangent may be asked for; the others are detached.
+
+    Returns:
+        the joint (or forward) graph, each of whose outputs is a copy, and for each output whether it takes a tangent.
+    """
+    requires_grad: list[bool] = []
+
+    def flat(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with fx_traceback.preserve_node_meta():
+            results = cast("tuple[torch.Tensor, ...]", _Tracer(module).run(*inputs))
+        results = tuple(result if keep else result.detach() for result, keep in zip(results, wanted))
+        requires_grad[:] = [result.requires_grad for result in results]
+        return tuple(result.clone(memory_format=torch.contiguous_format) for result in results)
+
+    export = cast("Callable[..., GraphModule]", aot_export_joint_simple)
+    with functorch_config.patch(debug_assert=False), torch.enable_grad():
+        joint = export(flat, tuple(arguments), trace_joint=training)
+    return joint, tuple(training and needs for needs in requires_grad)
+
+
+def fake_arguments(
+    values: Sequence[torch.Tensor], requires_grad: Sequence[bool]
+) -> tuple[FakeTensorMode, list[torch.Tensor]]:
+    """Return contiguous fakes like ``values`` in a fresh FakeTensorMode."""
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [
+            torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=needs)
+            for value, needs in zip(values, requires_grad)
+        ]
+    return mode, fakes
+
+
+def origin(node: Node) -> str | None:
+    """Return the name of the node of the traced graph that made ``node``, in the forward or the backward."""
+    custom = cast("dict[str, Any]", node.meta.get("custom") or {})
+    return custom.get(ORIGIN)
+
+
+def is_backward(node: Node) -> bool:
+    """Return whether a node of a joint graph was made by a backward formula."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def outputs_requiring_grad(
+    module: GraphModule, arguments: Sequence[torch.Tensor], wanted: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Return which of the wanted outputs depend on an argument that requires grad; runs the graph on fakes."""
+    results = cast("tuple[torch.Tensor, ...]", Interpreter(module).run(*arguments))
+    return tuple(keep and result.requires_grad for result, keep in zip(results, wanted))

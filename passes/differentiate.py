@@ -1,0 +1,170 @@
+"""Derive the backward: from one rank's forward graph to forward and backward graphs with their saved values between.
+
+Before
+    %g: f32[16@x, 64@z] ~y  = all_gather(%x, axis=y, dim=0)
+    %h: f32[256@y, 64@z] ~x = all_gather(%weight, axis=x, dim=0)
+    %c: f32[16@x, 256@y] +z = aten.linear(%g, %h)
+    %r: f32[16@x.z, 256@y]  = reduce_scatter(%c, axis=z, dim=0)
+    return %r
+After, the backward (the paper's Algorithm 2), memory="low"
+    %e = all_gather(%d_r, axis=z, dim=0)
+    %h = all_gather(%weight, axis=x, dim=0)
+    %d_x = reduce_scatter(mm(%e, %h), axis=y, dim=0)
+    %g = all_gather(%x, axis=y, dim=0)
+    %d_weight = reduce_scatter(mm(t(%e), %g), axis=x, dim=0)
+    return %d_x, %d_weight
+
+Nothing here knows a layout: AOTAutograd runs each collective's backward formula, which the types of the forward graph
+make right.
+
+Requires: a local graph with flat results whose types have been verified, each placeholder and result with ``meta["val"]``.
+Ensures: each gradient has its input's local shape and dtype; no spread or settle; equal collectives are one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from partir.errors import VerifyError
+from partir.mesh import Mesh, use_mesh
+from partir.passes import aot
+from partir.passes.extract_graphs import extract_backward, extract_forward
+from partir.passes.node_facts import IDENTITIES, collective, op_name, operands, shape_and_dtype
+from partir.passes.partition import Partition, output_needs_copy, partition
+from partir.passes.share_gathers import merge_repeated, share_gathers
+from partir.program import Slot
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The two graphs of a program.
+
+    Args:
+        forward: ``(*inputs) -> (*outputs, *saved)``.
+        backward: ``(*saved, *tangents) -> one gradient or None for each input``, or None.
+        num_outputs: how many of the forward's results are outputs.
+        differentiable: for each output, whether the backward takes its tangent.
+        saved: names of the saved values, as nodes of ``forward``.
+    """
+
+    forward: GraphModule
+    backward: GraphModule | None
+    num_outputs: int
+    differentiable: tuple[bool, ...]
+    saved: tuple[str, ...]
+
+
+def differentiate(
+    lowered: GraphModule,
+    mesh: Mesh,
+    input_slots: Sequence[Slot],
+    output_slots: Sequence[Slot],
+    memory: Literal["low", "fast"] = "low",
+    training: bool = True,
+) -> Differentiated:
+    """Return the forward and backward graphs of a lowered graph.
+
+    Args:
+        lowered: one rank's forward graph, a placeholder for each input slot.
+        mesh: what the collectives' axes mean.
+        input_slots: which inputs are differentiable, and the layouts that their gradients must have.
+        output_slots: which outputs may be asked for a gradient.
+        memory: ``"low"`` saves shards and gathers again in the backward, ``"fast"`` saves what was gathered.
+        training: False for a forward alone.
+
+    Raises:
+        VerifyError: a gradient that does not arrive in its input's local shape and dtype.
+    """
+    shared = share_gathers(lowered)
+    placeholders = shared.graph.find_nodes(op="placeholder")
+    assert len(placeholders) == len(input_slots), "one slot for each placeholder"
+    wants = [training and slot.differentiable for slot in input_slots]
+    training = any(wants) and any(slot.differentiable for slot in output_slots)
+    joint, differentiable = _trace(shared, placeholders, mesh, wants, output_slots, training)
+    simplify(joint.graph)
+    primals = joint.graph.find_nodes(op="placeholder")[: len(input_slots)]
+    frozen = frozenset(primal for primal, want in zip(primals, wants) if not want)
+    parts = partition(joint, len(output_slots), memory, frozen)
+    check_gradients(parts, mesh, input_slots)
+    copies = [output_needs_copy(parts, index) for index in range(len(output_slots))]
+    forward = extract_forward(parts, shared, mesh, input_slots, copies)
+    has_backward = any(gradient is not None for gradient in parts.gradients)
+    tangents = [slot.name for slot, takes in zip(output_slots, differentiable) if takes]
+    backward = extract_backward(parts, joint, shared, forward, input_slots, tangents) if has_backward else None
+    results = cast("tuple[Node, ...]", forward.graph.output_node().args[0])
+    saved = tuple(node.name for node in results[len(output_slots) :])
+    return Differentiated(
+        forward, backward, len(output_slots), differentiable if has_backward else (False,) * len(output_slots), saved
+    )
+
+
+def _trace(
+    module: GraphModule,
+    placeholders: Sequence[Node],
+    mesh: Mesh,
+    wants: Sequence[bool],
+    output_slots: Sequence[Slot],
+    training: bool,
+) -> tuple[GraphModule, tuple[bool, ...]]:
+    """Return the joint graph of ``module``; without a differentiable output, its forward alone."""
+    values = [cast(torch.Tensor, node.meta["val"]) for node in placeholders]
+    outputs = [slot.differentiable for slot in output_slots]
+    if training:
+        mode, arguments = aot.fake_arguments(values, wants)
+        with mode, use_mesh(mesh):
+            if any(aot.outputs_requiring_grad(module, arguments, outputs)):
+                return aot.export_joint(module, arguments, True, outputs)
+    mode, arguments = aot.fake_arguments(values, [False] * len(wants))
+    with mode, use_mesh(mesh):
+        return aot.export_joint(module, arguments, False, outputs)
+
+
+def simplify(graph: Graph) -> None:
+    """Remove from a joint graph what only mattered to autograd: identities, double transposes, repeats."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if collective(node) in IDENTITIES or op_name(node) in ("aten::detach", "aten::alias"):
+            _replace(node, operands(node)[0])
+        elif op_name(node) == "aten::t" and op_name(operands(node)[0]) == "aten::t":
+            _replace(node, operands(operands(node)[0])[0])
+    merge_repeated(graph)
+    _drop_unread(graph)
+
+
+def _replace(node: Node, by: Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _drop_unread(graph: Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def check_gradients(parts: Partition, mesh: Mesh, input_slots: Sequence[Slot]) -> None:
+    """Check that each gradient has the local shape and dtype of its input.
+
+    Raises:
+        VerifyError: naming the input, with expected and actual.
+    """
+    for slot, gradient in zip(input_slots, parts.gradients):
+        if gradient is None:
+            continue
+        actual = shape_and_dtype(gradient)
+        expected = (slot.local_shape(mesh), slot.dtype)
+        if actual != expected:
+            raise VerifyError(
+                f"{slot.name}: its gradient is {_spell(actual)} on each rank, but the {slot.kind} {slot.layout} on mesh "
+                f"{mesh} needs {_spell(expected)}. A collective is missing, doubled or along the wrong axis."
+            )
+
+
+def _spell(fact: Any) -> str:
+    return "not a tensor" if fact is None else f"{str(fact[1]).removeprefix('torch.')}{list(fact[0])}"

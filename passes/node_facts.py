@@ -1,0 +1,80 @@
+"""What kind of op a node of a local ATen graph is: the facts that sharing, partition and scheduling decide by."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+GATHERS = frozenset({"all_gather", "all_gather_same", "all_gather_bucket", "broadcast"})
+IDENTITIES = frozenset({"spread", "settle"})
+MOVES = frozenset({"aten::clone", "aten::_to_copy", "aten::cat", "aten::stack", "partir::once", "partir::all_to_all"})
+_UNSAFE_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+
+
+def op_name(node: Node) -> str:
+    """Return ``namespace::op`` of a call to a torch op, else ``""``."""
+    return node.target.name().split(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def collective(node: Node) -> str | None:
+    """Return the name of the partir op that ``node`` calls, or None."""
+    name = op_name(node)
+    return name.removeprefix("partir::") if name.startswith("partir::") else None
+
+
+def is_getitem(node: Node) -> bool:
+    """Return whether ``node`` picks one result of its operand."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def operands(node: Node) -> list[Node]:
+    """Return the nodes that ``node`` reads, each once, in order."""
+    return list(node.all_input_nodes)
+
+
+def is_view(node: Node) -> bool:
+    """Return whether ``node`` only looks at its operand's storage."""
+    if is_getitem(node):
+        return is_view(operands(node)[0])
+    if op_name(node) in _UNSAFE_VIEWS:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [result.alias_info for result in node.target._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def storage_owner(node: Node) -> Node:
+    """Return the node whose storage ``node`` looks at: itself unless it is a view."""
+    while is_view(node):
+        node = operands(node)[0]
+    return node
+
+
+def has_tag(node: Node, tag: torch.Tag) -> bool:
+    """Return whether ``node`` calls an op that carries ``tag``."""
+    return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
+
+
+def is_random(node: Node) -> bool:
+    """Return whether ``node`` draws from a generator, so that a second run differs."""
+    return has_tag(node, torch.Tag.nondeterministic_seeded)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Return whether ``node`` computes each element from the same element of its operands."""
+    return has_tag(node, torch.Tag.pointwise) or op_name(node) in ("aten::where", "aten::masked_fill")
+
+
+def is_move(node: Node) -> bool:
+    """Return whether ``node`` copies values without computing new ones."""
+    return op_name(node) in MOVES or (is_getitem(node) and not is_view(node))
+
+
+def shape_and_dtype(node: Node) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Return the local shape and dtype of a node that is one tensor."""
+    value = cast(Any, node.meta.get("val"))
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
