@@ -19,15 +19,19 @@ def split_axes(axis: str) -> tuple[str, ...]:
     return tuple(axis.split("."))
 
 
+def _levels(t: Tensor, dim: int, *sizes: int) -> Tensor:
+    """View one dim as several; splitting a dim never copies."""
+    return t.view(*t.shape[:dim], *sizes, *t.shape[dim + 1 :])
+
+
 def take(t: Tensor, dim: int, blocks: int, index: int, size: int) -> Tensor:
     """Copy chunk `index` of `size`: `[.., blocks*size*n, ..] -> [.., blocks*n, ..]`.
 
     >>> take(torch.arange(8), dim=0, blocks=2, index=1, size=2)
     tensor([2, 3, 6, 7])
     """
-    length = t.shape[dim] // (blocks * size)
     dim = dim % t.dim()
-    whole = t.unflatten(dim, (blocks, size, length))
+    whole = _levels(t, dim, blocks, size, t.shape[dim] // (blocks * size))
     return whole.select(dim + 1, index).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
 
 
@@ -42,7 +46,7 @@ def put(t: Tensor, dim: int, blocks: int, index: int, size: int) -> Tensor:
     shape[dim] *= size
     whole = t.new_zeros(shape)
     length = t.shape[dim] // blocks
-    whole.unflatten(dim, (blocks, size, length)).select(dim + 1, index).copy_(t.unflatten(dim, (blocks, length)))
+    _levels(whole, dim, blocks, size, length).select(dim + 1, index).copy_(_levels(t, dim, blocks, length))
     return whole
 
 
@@ -56,7 +60,7 @@ def join(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
         return torch.cat(list(parts), dim).contiguous()
     dim = dim % parts[0].dim()
     length = parts[0].shape[dim] // blocks
-    return torch.cat([p.unflatten(dim, (blocks, length)) for p in parts], dim + 1).flatten(dim, dim + 1).contiguous()
+    return torch.cat([_levels(part, dim, blocks, length) for part in parts], dim + 1).flatten(dim, dim + 1).contiguous()
 
 
 def exchange_pieces(t: Tensor, size: int, src: int, dst: int, src_blocks: int, dst_blocks: int) -> list[Tensor]:
@@ -84,7 +88,7 @@ def pack(ts: Sequence[Tensor], rows: int) -> Tensor:
 def unpack(flat: Tensor, shapes: Sequence[Sequence[int]], rows: int) -> list[Tensor]:
     """Undo `pack`: cut `rows` rows into one tensor per shape."""
     lengths = [torch.Size(shape).numel() // rows for shape in shapes]
-    columns = flat.reshape(rows, sum(lengths)).split(lengths, 1)
+    columns = torch.split(flat.reshape(rows, sum(lengths)), lengths, 1)
     return [
         c.reshape(tuple(shape)).clone(memory_format=torch.contiguous_format)
         for c, shape in zip(columns, shapes, strict=True)

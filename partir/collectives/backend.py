@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -39,7 +39,7 @@ _current: ContextVar[Backend | None] = ContextVar("partir_backend", default=None
 
 
 @contextmanager
-def use_backend(backend: Backend) -> Iterator[None]:
+def use_backend(backend: Backend) -> Generator[None]:
     """Run collectives on real tensors through `backend`."""
     token = _current.set(backend)
     try:
