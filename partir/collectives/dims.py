@@ -33,7 +33,8 @@ def split_dim(dim: Dim, axes: Axes, blocks: int, mesh: Mesh) -> Dim | None:
     not divide, the whole local dim is split: that is the flat split of a fused parameter.
 
     >>> mesh = Mesh.parse((4, 2, 2))
-    >>> print(split_dim(Dim((Part(2304),)), ("y",), 3, mesh), split_dim(Dim((Part(3), Part(768, ("y",)))), ("x",), 1, mesh))
+    >>> fused = split_dim(Dim((Part(2304),)), ("y",), 3, mesh)
+    >>> print(fused, split_dim(fused, ("x",), 1, mesh))
     (3*768@y) (3*768@y)@x
     """
     extent, before = mesh.extent(axes), 1
