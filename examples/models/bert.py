@@ -127,11 +127,11 @@ class BERT(nn.Module):
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.head = Head(config)
-        self.head.decoder.weight = self.embeddings.token_embedding.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as BERT does; call it after `to_empty` on a model made on meta."""
+        """Tie the decoder and draw the parameters, as BERT does; call it after `to_empty` on a model made on meta."""
+        self.head.decoder.weight = self.embeddings.token_embedding.weight
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

@@ -98,11 +98,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden, bias=config.bias)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
-        self.head.weight = self.token_embedding.weight
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as GPT-2 does; call it after `to_empty` on a model made on meta."""
+        """Tie the head and draw the parameters, as GPT-2 does; call it after `to_empty` on a model made on meta."""
+        self.head.weight = self.token_embedding.weight
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

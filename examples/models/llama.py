@@ -135,7 +135,7 @@ class Llama(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew and fill the rotary tables; call it after `to_empty` on a model made on meta."""
+        """Draw the parameters and fill the rotary tables; call it after `to_empty` on a model made on meta."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

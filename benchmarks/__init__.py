@@ -1,0 +1,1 @@
+"""Measurements whose tables the documentation shows."""
