@@ -9,7 +9,7 @@ Random numbers are a function of (seed, call, site, global element index): the s
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,17 +40,22 @@ def check_index(index: Tensor, size: int) -> Tensor:
             bad = low if low < 0 else high
             raise IndexError(f"index {bad} is out of range: a dim of size {size} has indices 0 to {size - 1}.")
     else:
-        assert_async: Any = torch._assert_async  # pyright: ignore[reportPrivateUsage]
-        assert_async(((index >= 0) & (index < size)).all(), f"index is out of range of a dim of size {size}")
+        cast(Any, torch)._assert_async(
+            ((index >= 0) & (index < size)).all(), f"index is out of range of a dim of size {size}"
+        )
     return index.clone()
 
 
-@check_index.register_fake
-def _(index: Tensor, size: int) -> Tensor:
+def _check_index_fake(index: Tensor, size: int) -> Tensor:
     return index.clone()
 
 
-def _coordinate(axes: tuple[str, ...], device: torch.device) -> Tensor:
+cast(Any, check_index).register_fake(_check_index_fake)
+
+
+def _coordinate(axes: tuple[str, ...], device: torch.device) -> Tensor | int:
+    if current_mesh().extent(axes) == 1:
+        return 0
     ops: Any = torch.ops.partir
     return ops.coordinate(".".join(axes), device)
 

@@ -1,4 +1,4 @@
-"""What each collective does to a layout: `apply(op, operand, mesh, **args)` is the result's layout.
+"""What each collective does to a layout: `apply(name, operand, mesh, **args)` is the result's layout.
 
 The type table, per axis (`layout.py` has the letters):
 
@@ -51,11 +51,11 @@ class Law:
                 raise self.refuse(operand, f"{axis} has type {actual}, expected {' or '.join(self.wants)}")
 
 
-def apply(op: str, operand: Layout | Sequence[Layout], mesh: Mesh, **args: Any) -> Any:
+def apply(name: str, operand: Layout | Sequence[Layout], mesh: Mesh, /, **args: Any) -> Any:
     """Return the layout of a collective's result.
 
     Args:
-        op: name of the collective.
+        name: of the collective.
         operand: layout of its operand; a sequence, one per tensor, for a bucket.
         mesh: gives the sizes that `blocks` counts.
         args: the op's other arguments, by name.
@@ -72,17 +72,17 @@ def apply(op: str, operand: Layout | Sequence[Layout], mesh: Mesh, **args: Any) 
     >>> print(apply("reduce_scatter", Layout.parse("f32[16@x, 256@y] +z"), mesh, axis="z", dim=0))
     f32[16@x.z, 256@y]
     """
-    if op in ("all_gather_bucket", "reduce_scatter_bucket"):
+    if name in ("all_gather_bucket", "reduce_scatter_bucket"):
         if isinstance(operand, Layout):
-            raise TypeRuleError(f"{op} needs a list of operands, got one: {operand}.")
-        single = op.removesuffix("_bucket")
+            raise TypeRuleError(f"{name} needs a list of operands, got one: {operand}.")
+        single = name.removesuffix("_bucket")
         return tuple(LAWS[single](one, mesh, dim=0, **args) for one in operand)
-    if op not in LAWS:
-        hint = " It differs by rank, so no layout describes it." if op == "coordinate" else ""
-        raise TypeRuleError(f"{op} has no layout rule.{hint} Known: {', '.join(LAWS)}.")
+    if name not in LAWS:
+        hint = " It differs by rank, so no layout describes it." if name == "coordinate" else ""
+        raise TypeRuleError(f"{name} has no layout rule.{hint} Known: {', '.join(LAWS)}.")
     if not isinstance(operand, Layout):
-        raise TypeRuleError(f"{op} needs one operand, got {len(operand)}.")
-    return LAWS[op](operand, mesh, **args)
+        raise TypeRuleError(f"{name} needs one operand, got {len(operand)}.")
+    return LAWS[name](operand, mesh, **args)
 
 
 def cotangent(layout: Layout) -> Layout:

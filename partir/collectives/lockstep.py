@@ -6,11 +6,14 @@ The local formulas at the end take one rank's tensor, its index in the group and
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partir.collectives import addressing
+from partir.collectives.addressing import split_axes
+from partir.mesh import Mesh
 
 
 def _total(blocks: Sequence[Tensor]) -> Tensor:
@@ -127,3 +130,46 @@ def once(t: Tensor, index: int, size: int) -> Tensor:
 def coordinate(index: int, device: torch.device | str = "cpu") -> Tensor:
     """Give a rank's index in its group as an int64 0-d tensor."""
     return torch.tensor(index, dtype=torch.int64, device=device)
+
+
+COLLECTIVES: dict[str, Any] = {
+    "all_gather": all_gather,
+    "all_gather_same": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_reduce": all_reduce,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "reduce_to": reduce_to,
+    "all_gather_bucket": all_gather_bucket,
+    "reduce_scatter_bucket": reduce_scatter_bucket,
+}
+LOCAL: dict[str, Any] = {"slice": slice, "zero_pad": zero_pad, "spread": spread, "settle": settle, "once": once}
+
+
+def run(name: str, operands: Sequence[Any], mesh: Mesh, /, axis: str, **args: Any) -> list[Any]:
+    """Run a collective on every rank of a mesh at once.
+
+    Args:
+        name: of the collective, `coordinate` excepted.
+        operands: one a rank, in rank order; for a bucket one list of tensors a rank.
+        axis: as the op takes it, `"y"` or `"z.x"`.
+        args: the op's other arguments, by name.
+
+    >>> run("all_reduce", [torch.tensor(1), torch.tensor(2)], Mesh.parse((2, 1, 1)), "x")
+    [tensor(3), tensor(3)]
+    """
+    axes = split_axes(axis)
+    args.pop("varied", None)
+    if "blocks" in args:
+        args["num_blocks"] = args.pop("blocks")
+    if name in LOCAL:
+        size = mesh.extent(axes)
+        return [LOCAL[name](block, mesh.index(rank, axes), size, **args) for rank, block in enumerate(operands)]
+    results: list[Any] = [None] * len(operands)
+    for group in mesh.groups(axes):
+        # The group's root is the rank along it whose coordinate equals the group's own on axis `root`.
+        root = {"root": mesh.index(group[0], (args["root"],))} if "root" in args else {}
+        group_results = COLLECTIVES[name]([operands[rank] for rank in group], **{**args, **root})
+        for rank, result in zip(group, group_results, strict=True):
+            results[rank] = result
+    return results

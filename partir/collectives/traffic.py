@@ -13,13 +13,13 @@ from partir.collectives.vocabulary import SCHEMAS
 Shape = Sequence[int]
 
 
-def received_bytes(op: str, shape: Shape | Sequence[Shape], dtype: torch.dtype, size: int, **args: object) -> int:
+def received_bytes(name: str, /, shape: Shape | Sequence[Shape], dtype: torch.dtype, size: int, **args: object) -> int:
     """Count the bytes that one rank of a group receives.
 
     broadcast is counted for a rank that is not the root, reduce_to for the root.
 
     Args:
-        op: name of the collective.
+        name: of the collective.
         shape: local shape of the operand on one rank; one shape per tensor for a bucket.
         dtype: of the operand.
         size: number of ranks in the group.
@@ -30,18 +30,18 @@ def received_bytes(op: str, shape: Shape | Sequence[Shape], dtype: torch.dtype, 
     >>> received_bytes("reduce_scatter", (16, 64), torch.float32, size=4)
     3072
     """
-    if op not in SCHEMAS:
-        raise ValueError(f"{op!r} is not a collective; known: {', '.join(SCHEMAS)}.")
+    if name not in SCHEMAS:
+        raise ValueError(f"{name!r} is not a collective; known: {', '.join(SCHEMAS)}.")
     numel = _numel(shape)
-    if op in ("all_gather", "all_gather_same", "all_gather_bucket"):
+    if name in ("all_gather", "all_gather_same", "all_gather_bucket"):
         elements = (size - 1) * numel
-    elif op in ("reduce_scatter", "reduce_scatter_bucket", "all_to_all"):
+    elif name in ("reduce_scatter", "reduce_scatter_bucket", "all_to_all"):
         elements = (size - 1) * (numel // size)
-    elif op == "all_reduce":
+    elif name == "all_reduce":
         elements = 2 * (size - 1) * math.ceil(numel / size)
-    elif op == "broadcast":
+    elif name == "broadcast":
         elements = numel if size > 1 else 0
-    elif op == "reduce_to":
+    elif name == "reduce_to":
         elements = (size - 1) * numel
     else:
         elements = 0
