@@ -4,7 +4,27 @@
 """
 
 from partir.rules.binding import Binding, Body, MatrixProduct
+from partir.rules.placement import Placement, VectorRest, parse_placement, placement
+from partir.rules.recipe import Backend, run_body
 from partir.rules.registry import add, builtin, find, forget, load, parse_rules, rule
 from partir.rules.rule import Rule
 
-__all__ = ["Binding", "Body", "MatrixProduct", "Rule", "add", "builtin", "find", "forget", "load", "parse_rules", "rule"]
+__all__ = [
+    "Backend",
+    "Binding",
+    "Body",
+    "MatrixProduct",
+    "Placement",
+    "Rule",
+    "VectorRest",
+    "add",
+    "builtin",
+    "find",
+    "forget",
+    "load",
+    "parse_placement",
+    "parse_rules",
+    "placement",
+    "rule",
+    "run_body",
+]

@@ -1,0 +1,180 @@
+"""Run the recipe of a `split` clause on anything that can call aten ops: blocks, fake tensors or fx nodes.
+
+    mu = sum[h](x) / size[h]      ->   %1 = sum(%x, [-1], keepdim)   %2 = reduce(%1 over h)   %3 = div(%2, 768)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from partir.errors import RuleError
+from partir.rules import expressions as ex
+from partir.rules.binding import Binding, Body, Dims
+
+aten = torch.ops.aten
+ARITHMETIC = {
+    "+": aten.add.Tensor, "-": aten.sub.Tensor, "*": aten.mul.Tensor, "/": aten.div.Tensor,
+    "==": aten.eq, "!=": aten.ne, "<": aten.lt, "<=": aten.le, ">": aten.gt, ">=": aten.ge,
+    "and": aten.logical_and.default, "or": aten.logical_or.default,
+}  # fmt: skip
+
+
+class Backend(Protocol):
+    """Where a recipe runs."""
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call an aten op (an OpOverload) and return its value, which the recipe passes on untouched."""
+        ...
+
+    def reduce(self, kind: str, factors: tuple[str, ...], value: Any) -> Any:
+        """Reduce ("sum" or "max") over all ranks that hold parts of these factors; the local dims are reduced already.
+
+        The result is the same on each of these ranks: pending sum -> type R; a maximum has no gradient.
+        """
+        ...
+
+    def dtype(self, value: Any) -> torch.dtype:
+        """Return the dtype of a value."""
+        ...
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the backend with the factors of its dims (those that a reduction left at size 1 are ``()``)."""
+
+    handle: Any
+    dims: Dims
+
+
+def run_body(body: Body, binding: Binding, operands: Sequence[Any], backend: Backend) -> tuple[Any, ...]:
+    """Return the results of a recipe, each with the dims that `binding.results` gives it.
+
+    Args:
+        operands: the backend's value of every operand of the binding, in order (local blocks).
+    """
+    names: dict[str, Any] = {name: value for name, value in binding.attributes.items()}
+    for name, handle, dims in zip(binding.names, operands, binding.operands, strict=True):
+        names[name] = Value(handle, dims)
+    run = _Run(binding, names, backend)
+    for name, expression in body.statements:
+        names[name] = run.value(expression)
+    return tuple(run.shaped(names[name], dims) for name, dims in zip(body.results, binding.results, strict=True))
+
+
+@dataclass
+class _Run:
+    binding: Binding
+    names: Mapping[str, Any]
+    backend: Backend
+
+    def value(self, expression: ex.Expression) -> Any:
+        """Return a Value, or a plain number, None for an absent operand."""
+        match expression:
+            case ex.Constant(value):
+                return value
+            case ex.Name(name):
+                return self.names.get(name)
+            case ex.Lookup("size", factors):
+                return prod(self.binding.sizes[factor] for factor in factors)
+            case ex.Lookup("epsilon", (name,)):
+                return torch.finfo(self.backend.dtype(self.names[name].handle)).eps
+            case ex.Reduce(kind, factors, inner):
+                return self.reduce(kind, factors, self.value(inner))
+            case ex.Call("default", (first, second)):
+                value = self.value(first)
+                return self.value(second) if value is None else value
+            case ex.Call("to", (first, second)):
+                return self.convert(self.value(first), self.value(second))
+            case ex.Call(function, arguments):
+                return self.elementwise(partial(elementwise, function), [self.value(argument) for argument in arguments])
+            case ex.Unary(sign, inner):
+                value = self.value(inner)
+                op = aten.logical_not.default if sign == "not" else aten.neg.default
+                return self.elementwise(lambda _: op, [value]) if isinstance(value, Value) else -value
+            case ex.Binary(sign, left, right):
+                return self.binary(sign, self.value(left), self.value(right))
+            case _:
+                raise RuleError(f"{self.binding.rule}: `{expression}` has no meaning in a recipe")
+
+    def binary(self, sign: str, left: Any, right: Any) -> Any:
+        if left is None or right is None:
+            return right if left is None else left
+        if not isinstance(left, Value) and not isinstance(right, Value):
+            return ex.OPERATORS[sign](left, right)
+        return self.elementwise(lambda values: _operator(sign, values), [left, right])
+
+    def reduce(self, kind: str, factors: tuple[str, ...], value: Value) -> Value:
+        dims = [place for place, dim in enumerate(value.dims) if set(dim) & set(factors)]
+        if any(not set(value.dims[place]) <= set(factors) for place in dims):
+            raise RuleError(f"{self.binding.rule}: {kind}[{', '.join(factors)}] reduces only a part of a dim")
+        handle = value.handle
+        if kind == "max":
+            handle = self.backend.call(aten.amax.default, self.backend.call(aten.detach.default, handle), dims, True)
+        elif dims:
+            handle = self.backend.call(aten.sum.dim_IntList, handle, dims, True)
+        reduced = self.backend.reduce(kind, factors, handle)
+        return Value(reduced, tuple(() if place in dims else dim for place, dim in enumerate(value.dims)))
+
+    def convert(self, value: Value, dtype: Any) -> Value:
+        if dtype is None or dtype == self.backend.dtype(value.handle):
+            return value
+        return Value(self.backend.call(aten._to_copy.default, value.handle, dtype=dtype), value.dims)
+
+    def elementwise(self, choose: Callable[[list[Any]], Any], values: list[Any]) -> Value:
+        """Call an elementwise op on values broadcast against each other, dims aligned from the right."""
+        tensors = [value for value in values if isinstance(value, Value)]
+        widest = max(tensors, key=lambda value: len(value.dims))
+        dims = list(widest.dims)
+        for value in tensors:
+            for place in range(1, len(value.dims) + 1):
+                dims[-place] = dims[-place] or value.dims[-place]
+        plain = [value.handle if isinstance(value, Value) else value for value in values]
+        return Value(self.backend.call(choose(values), *plain), tuple(dims))
+
+    def shaped(self, value: Value, dims: Dims) -> Any:
+        """Drop the dims of size 1 that a reduction left and the result does not have."""
+        handle, mine = value.handle, list(value.dims)
+        place = 0
+        while len(mine) > len(dims):
+            while place < len(dims) and mine[place] == dims[place]:
+                place += 1
+            if mine[place] != ():
+                raise RuleError(f"{self.binding.rule}: the recipe's result has dims {mine}, the op's {list(dims)}")
+            handle = self.backend.call(aten.squeeze.dim, handle, place)
+            del mine[place]
+        return handle
+
+
+def _operator(sign: str, values: list[Any]) -> Any:
+    """Return the overload of an arithmetic op or comparison for tensors or a number on the right."""
+    op = ARITHMETIC[sign]
+    if isinstance(op, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return op
+    return op.Tensor if isinstance(values[1], Value) else op.Scalar
+
+
+@cache
+def _pointwise_overloads(function: str) -> tuple[Any, ...]:
+    packet = getattr(aten, function)
+    overloads = [getattr(packet, name) for name in packet.overloads() if "out" not in name]
+    return tuple(op for op in overloads if torch.Tag.pointwise in op.tags)
+
+
+def elementwise(function: str, values: list[Any]) -> Any:
+    """Return the overload of an elementwise aten op whose schema takes these tensors and numbers."""
+    for op in _pointwise_overloads(function):
+        arguments = op._schema.arguments
+        fits = all("Tensor" in str(argument.type) or not isinstance(value, Value) for argument, value in zip(arguments, values, strict=False))
+        strict = all("Tensor" not in str(argument.type) or isinstance(value, Value) for argument, value in zip(arguments, values, strict=False))
+        if fits and strict and len(values) <= len(arguments):
+            return op
+    for op in _pointwise_overloads(function):
+        if len(values) <= len(op._schema.arguments):
+            return op
+    raise RuleError(f"no elementwise aten op {function} takes {len(values)} arguments")
