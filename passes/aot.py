@@ -11,14 +11,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from torch._functorch import config as functorch_config
+import torch._functorch.config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
+
+from partir.errors import PartirError, VerifyError, source_line
 
 ORIGIN = "partir"
 
@@ -31,7 +34,14 @@ class _Tracer(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         n.meta["custom"] = {ORIGIN: n.name}
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except PartirError:
+            raise
+        except Exception as error:
+            raise VerifyError(
+                f"{source_line(n.meta)}: {n.format_node()} does not run on local blocks: {error}"
+            ) from error
 
 
 def export_joint(
@@ -53,12 +63,13 @@ def export_joint(
     def flat(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with fx_traceback.preserve_node_meta():
             results = cast("tuple[torch.Tensor, ...]", _Tracer(module).run(*inputs))
-        results = tuple(result if keep else result.detach() for result, keep in zip(results, wanted))
+        results = tuple(result if keep else result.detach() for result, keep in zip(results, wanted, strict=True))
         requires_grad[:] = [result.requires_grad for result in results]
         return tuple(result.clone(memory_format=torch.contiguous_format) for result in results)
 
     export = cast("Callable[..., GraphModule]", aot_export_joint_simple)
-    with functorch_config.patch(debug_assert=False), torch.enable_grad():
+    patch = cast("Callable[..., AbstractContextManager[None]]", torch._functorch.config.patch)  # pyright: ignore
+    with patch(debug_assert=False), torch.enable_grad():
         joint = export(flat, tuple(arguments), trace_joint=training)
     return joint, tuple(training and needs for needs in requires_grad)
 
@@ -71,7 +82,7 @@ def fake_arguments(
     with mode:
         fakes = [
             torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=needs)
-            for value, needs in zip(values, requires_grad)
+            for value, needs in zip(values, requires_grad, strict=True)
         ]
     return mode, fakes
 
@@ -91,5 +102,5 @@ def outputs_requiring_grad(
     module: GraphModule, arguments: Sequence[torch.Tensor], wanted: Sequence[bool]
 ) -> tuple[bool, ...]:
     """Return which of the wanted outputs depend on an argument that requires grad; runs the graph on fakes."""
-    results = cast("tuple[torch.Tensor, ...]", Interpreter(module).run(*arguments))
-    return tuple(keep and result.requires_grad for result, keep in zip(results, wanted))
+    results = cast("tuple[torch.Tensor, ...]", _Tracer(module).run(*arguments))
+    return tuple(keep and result.requires_grad for result, keep in zip(results, wanted, strict=True))

@@ -17,7 +17,7 @@ After, the backward (the paper's Algorithm 2), memory="low"
 Nothing here knows a layout: AOTAutograd runs each collective's backward formula, which the types of the forward graph
 make right.
 
-Requires: a local graph with flat results whose types have been verified, each placeholder and result with ``meta["val"]``.
+Requires: a local graph with flat results whose types have been verified, each placeholder with ``meta["val"]``.
 Ensures: each gradient has its input's local shape and dtype; no spread or settle; equal collectives are one node.
 """
 
@@ -30,6 +30,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from partir.collectives import split_axes
 from partir.errors import VerifyError
 from partir.mesh import Mesh, use_mesh
 from partir.passes import aot
@@ -86,21 +87,21 @@ def differentiate(
     wants = [training and slot.differentiable for slot in input_slots]
     training = any(wants) and any(slot.differentiable for slot in output_slots)
     joint, differentiable = _trace(shared, placeholders, mesh, wants, output_slots, training)
-    simplify(joint.graph)
+    simplify(joint.graph, mesh)
     primals = joint.graph.find_nodes(op="placeholder")[: len(input_slots)]
-    frozen = frozenset(primal for primal, want in zip(primals, wants) if not want)
+    frozen = frozenset(primal for primal, want in zip(primals, wants, strict=True) if not want)
     parts = partition(joint, len(output_slots), memory, frozen)
+    check_outputs(parts, mesh, output_slots)
     check_gradients(parts, mesh, input_slots)
     copies = [output_needs_copy(parts, index) for index in range(len(output_slots))]
     forward = extract_forward(parts, shared, mesh, input_slots, copies)
-    has_backward = any(gradient is not None for gradient in parts.gradients)
-    tangents = [slot.name for slot, takes in zip(output_slots, differentiable) if takes]
-    backward = extract_backward(parts, joint, shared, forward, input_slots, tangents) if has_backward else None
     results = cast("tuple[Node, ...]", forward.graph.output_node().args[0])
     saved = tuple(node.name for node in results[len(output_slots) :])
-    return Differentiated(
-        forward, backward, len(output_slots), differentiable if has_backward else (False,) * len(output_slots), saved
-    )
+    if all(gradient is None for gradient in parts.gradients):
+        return Differentiated(forward, None, len(output_slots), (False,) * len(output_slots), ())
+    tangents = [slot.name for slot, takes in zip(output_slots, differentiable, strict=True) if takes]
+    backward = extract_backward(parts, joint, shared, forward, input_slots, tangents)
+    return Differentiated(forward, backward, len(output_slots), differentiable, saved)
 
 
 def _trace(
@@ -124,17 +125,28 @@ def _trace(
         return aot.export_joint(module, arguments, False, outputs)
 
 
-def simplify(graph: Graph) -> None:
+def simplify(graph: Graph, mesh: Mesh) -> None:
     """Remove from a joint graph what only mattered to autograd: identities, double transposes, repeats."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if collective(node) in IDENTITIES or op_name(node) in ("aten::detach", "aten::alias"):
+        if _is_identity(node, mesh):
             _replace(node, operands(node)[0])
         elif op_name(node) == "aten::t" and op_name(operands(node)[0]) == "aten::t":
             _replace(node, operands(operands(node)[0])[0])
     merge_repeated(graph)
     _drop_unread(graph)
+
+
+def _is_identity(node: Node, mesh: Mesh) -> bool:
+    """Return whether a node hands its operand on: a change of type alone, or a collective in groups of one rank."""
+    name = collective(node)
+    if name is None:
+        return op_name(node) in ("aten::detach", "aten::alias")
+    if name in IDENTITIES:
+        return True
+    lone = name not in ("coordinate", "all_gather_bucket", "reduce_scatter_bucket")
+    return lone and mesh.extent(split_axes(cast(str, node.args[1]))) == 1
 
 
 def _replace(node: Node, by: Node) -> None:
@@ -148,22 +160,35 @@ def _drop_unread(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def check_outputs(parts: Partition, mesh: Mesh, output_slots: Sequence[Slot]) -> None:
+    """Check that each output has the local shape and dtype that its slot says.
+
+    Raises:
+        VerifyError: naming the output, with expected and actual.
+    """
+    for slot, output in zip(output_slots, parts.outputs, strict=True):
+        _check_block(slot, mesh, shape_and_dtype(output), f"{slot.name}: it")
+
+
 def check_gradients(parts: Partition, mesh: Mesh, input_slots: Sequence[Slot]) -> None:
     """Check that each gradient has the local shape and dtype of its input.
 
     Raises:
         VerifyError: naming the input, with expected and actual.
     """
-    for slot, gradient in zip(input_slots, parts.gradients):
+    for slot, gradient in zip(input_slots, parts.gradients, strict=False):
         if gradient is None:
             continue
-        actual = shape_and_dtype(gradient)
-        expected = (slot.local_shape(mesh), slot.dtype)
-        if actual != expected:
-            raise VerifyError(
-                f"{slot.name}: its gradient is {_spell(actual)} on each rank, but the {slot.kind} {slot.layout} on mesh "
-                f"{mesh} needs {_spell(expected)}. A collective is missing, doubled or along the wrong axis."
-            )
+        _check_block(slot, mesh, shape_and_dtype(gradient), f"{slot.name}: its gradient")
+
+
+def _check_block(slot: Slot, mesh: Mesh, actual: object, subject: str) -> None:
+    expected = (slot.local_shape(mesh), slot.dtype)
+    if actual != expected:
+        raise VerifyError(
+            f"{subject} is {_spell(actual)} on each rank, but the {slot.kind} {slot.layout} on mesh {mesh} needs "
+            f"{_spell(expected)}. A collective is missing, doubled or along the wrong axis."
+        )
 
 
 def _spell(fact: Any) -> str:

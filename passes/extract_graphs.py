@@ -1,8 +1,8 @@
 """Write the two halves of a partitioned joint graph as graphs of their own, with readable names and origins.
 
-A node that computes the value of a lowered node takes its name, its layout and its reason; every node, forward or backward, keeps
-the ``origin``, ``stack_trace`` and ``nn_module_stack`` of the lowered node that it serves, and says in ``meta["stage"]``
-where it runs; ``meta["again"]`` marks a forward value that the backward computes again.
+A node that computes the value of a lowered node takes its name and its layout; every node, forward or backward,
+keeps ``reason``, ``origin``, ``stack_trace`` and ``nn_module_stack`` of the lowered node that it serves, and says in
+``meta["stage"]`` where it runs; ``meta["again"]`` marks a forward value that the backward computes again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def extract_forward(
         copies: for each output, whether it must be a copy.
     """
     writer = _Writer(lowered, "forward")
-    skipped = [node for node, copy in zip(parts.outputs, copies) if not copy]
+    skipped = [node for node, copy in zip(parts.outputs, copies, strict=True) if not copy]
     names = _value_names(parts, lowered, mesh)
-    sources = iter(zip(lowered.graph.find_nodes(op="placeholder"), slots))
+    sources = iter(zip(lowered.graph.find_nodes(op="placeholder"), slots, strict=True))
     for node in parts.forward:
         if node in skipped:
             writer.copies[node] = writer.copies[operands(node)[0]]
@@ -62,12 +62,14 @@ def extract_backward(
     """Return the graph ``(*saved, *tangents) -> gradients``, a gradient named ``d_`` and its input's name."""
     writer = _Writer(lowered, "backward")
     sources = cast("tuple[Node, ...]", forward.graph.output_node().args[0])[len(parts.outputs) :]
-    for node, source in zip(parts.saved, sources):
+    for node, source in zip(parts.saved, sources, strict=True):
         kept = {key: source.meta[key] for key in ("layout", "slot", *KEPT) if key in source.meta}
         writer.placeholder(node, source.name, {**kept, "saved": source.name})
-    for node, name in zip(filter(is_tangent, joint.graph.find_nodes(op="placeholder")), tangents):
+    for node, name in zip(filter(is_tangent, joint.graph.find_nodes(op="placeholder")), tangents, strict=True):
         writer.placeholder(node, f"d_{name}", {"tangent": name})
-    gradient_of = {gradient: slot for gradient, slot in zip(parts.gradients, slots) if gradient is not None}
+    gradient_of = {
+        gradient: slot for gradient, slot in zip(parts.gradients, slots, strict=True) if gradient is not None
+    }
     for node in parts.backward:
         slot = gradient_of.get(node)
         copy = writer.write(node, f"d_{slot.name}" if slot else None, None)

@@ -6,6 +6,7 @@ import operator
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 GATHERS = frozenset({"all_gather", "all_gather_same", "all_gather_bucket", "broadcast"})
@@ -16,7 +17,8 @@ _UNSAFE_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
 
 def op_name(node: Node) -> str:
     """Return ``namespace::op`` of a call to a torch op, else ``""``."""
-    return node.target.name().split(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
+    target = cast(object, node.target)
+    return target.name().split(".")[0] if isinstance(target, OpOverload) else ""
 
 
 def collective(node: Node) -> str | None:
@@ -41,9 +43,10 @@ def is_view(node: Node) -> bool:
         return is_view(operands(node)[0])
     if op_name(node) in _UNSAFE_VIEWS:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    target = cast(object, node.target)
+    if not isinstance(target, OpOverload):
         return False
-    aliases = [result.alias_info for result in node.target._schema.returns]
+    aliases = [result.alias_info for result in target._schema.returns]  # pyright: ignore[reportPrivateUsage]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
@@ -56,7 +59,8 @@ def storage_owner(node: Node) -> Node:
 
 def has_tag(node: Node, tag: torch.Tag) -> bool:
     """Return whether ``node`` calls an op that carries ``tag``."""
-    return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
+    target = cast(object, node.target)
+    return isinstance(target, OpOverload) and tag in target.tags
 
 
 def is_random(node: Node) -> bool:

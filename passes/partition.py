@@ -5,8 +5,8 @@ A value that the backward needs is, in this order of preference,
 - an input of the forward: saved, which costs nothing;
 - a view: made again from the value that owns the storage, so that no expanded, transposed or sliced copy is saved;
 - made from nothing (constants, coordinates): made again;
-- with memory="low", something gathered, or moved, cast or combined elementwise from gathered values only: gathered again,
-  so that shards are saved;
+- with memory="low", something gathered, or moved, cast or combined elementwise from gathered values only: gathered
+  again, so that shards are saved;
 - with memory="low", a mask, an index or a random number that depends on inputs without gradient only: made again;
 - anything else: saved.
 """

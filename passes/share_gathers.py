@@ -65,5 +65,6 @@ def _key(value: Any) -> Hashable:
     if isinstance(value, dict):
         return ("dict", *((name, _key(item)) for name, item in sorted(cast("dict[str, Any]", value).items())))
     if isinstance(value, slice):
-        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
-    return (type(value), value)
+        bounds = cast("slice[Any, Any, Any]", value)
+        return ("slice", _key(bounds.start), _key(bounds.stop), _key(bounds.step))
+    return (cast(object, type(value)), value)

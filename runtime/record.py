@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -54,7 +54,7 @@ _open: list[CommunicationLog] = []
 
 
 @contextmanager
-def record_communication() -> Iterator[CommunicationLog]:
+def record_communication() -> Generator[CommunicationLog]:
     """Record what each rank receives while the block runs.
 
     Simulated, the log has events of every rank; distributed, those of this process. Not counted: what assembling a

@@ -1,4 +1,4 @@
-"""Local graphs written by hand, node by node, as lowering will write them: the fixtures of the differentiation and runtime tests."""
+"""Local graphs written by hand, as lowering writes them: fixtures of the differentiation and runtime tests."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class HandLowered:
         self.mesh = mesh
         self.graph = Graph()
         self.inputs: list[Slot] = []
+        self.named: dict[str, Node] = {}
         self._mode = FakeTensorMode()
 
     def input(self, name: str, layout: str, kind: SlotKind = "parameter") -> Node:
@@ -39,7 +40,7 @@ class HandLowered:
 
     def call(self, target: Any, *args: Any, layout: str | None = None) -> Node:
         """Add a call of a torch op, or of the partir op with that name."""
-        op = overload(target) if isinstance(target, str) else target
+        op: Any = overload(target) if isinstance(target, str) else target
         node = self.graph.call_function(op, args)
         node.meta["stack_trace"] = f'  File "model.py", line {len(self.graph.nodes)}, in forward'
         node.meta["reason"] = f"test {node.name}"
@@ -92,5 +93,5 @@ def mlp(mesh: Mesh, rows: int = 48, width: int = 24, hidden: int = 36) -> HandLo
     squares = hand.call(aten.sum.default, hand.call(aten.mul.Tensor, y, y))
     total = hand.call("all_reduce", squares, "x.y.z")
     hand.call(aten.div.Tensor, total, float(rows * width))
-    hand.y = y  # type: ignore[attr-defined]
+    hand.named["y"] = y
     return hand
