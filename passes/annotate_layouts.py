@@ -1,0 +1,273 @@
+"""Choose a layout for every value: each product by the 3-D law, each other op by what its operands agree on.
+
+Before:  %fc1: f32[16, 256]  = aten.linear(%x, %w)
+After:   %fc1: f32[16@x.z, 256@y]  from f32[16@x, 64@z] ~y and f32[256@y, 64@z] ~x, direction z, state y
+
+A call's candidates are assignments of axes to its factors. The cheapest in bytes, forward plus backward, wins; on a tie the
+first. Parameters are laid where their first use wants them, and further split along the axes that it does not use.
+Only choices are made here; insert_collectives realises them.
+
+Requires: factorise_dims.
+Ensures: ``meta["layout"]`` (at rest), ``["operands"]``, ``["computed"]``, and for products ``["state"]`` and ``["direction"]``;
+    ``["notes"]``, what could not be split and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partir.assignment import Assignment, Call, SubFactor, merge, operand_layouts, project, result_layouts
+from partir.errors import source_line
+from partir.graph import is_call, is_getitem, layouts_of, operands, results_of
+from partir.law import is_lawful, place_axes, scatter_rows
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.passes.place_parameters import parameter_layout, product_error
+from partir.relayout import relayout
+from partir.rules.placement import Placement
+
+Candidate = tuple[str | None, dict[SubFactor, tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user and earlier compilations have fixed.
+
+    Args:
+        grads: placeholder name -> it gets a gradient.
+        parameters: placeholder name -> its dotted parameter name.
+        inputs: names of placeholders that the user passes at every call.
+        layouts: layouts by placeholder or node name that must be kept (earlier compiles, DTensor inputs, pins).
+    """
+
+    grads: Mapping[str, bool]
+    parameters: Mapping[str, str]
+    inputs: frozenset[str]
+    layouts: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a call, and what it costs."""
+
+    state: str | None
+    assignment: Assignment
+    operands: tuple[Layout, ...]
+    computed: tuple[Layout, ...]
+    rest: tuple[Layout, ...]
+    bytes: float
+
+
+def annotate_layouts(
+    graph_module: GraphModule, mesh: Mesh, placement: Placement, given: Given, vectors: str = "balanced"
+) -> GraphModule:
+    """Return the graph with layouts on its nodes.
+
+    Args:
+        mesh: the ranks.
+        placement: the law, read from its rule file.
+        given: what is fixed already.
+        vectors: ``"balanced"`` or ``"diagonal"``.
+
+    Raises:
+        LayoutError: axes do not divide a size of a product.
+    """
+    annotator = _Annotator(mesh, placement, given, vectors)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            annotator.placeholder(node)
+        elif is_getitem(node):
+            annotator.getitem(node)
+        elif is_call(node):
+            annotator.call(node)
+        elif node.op == "output":
+            annotator.finish(node)
+    return graph_module
+
+
+class _Annotator:
+    def __init__(self, mesh: Mesh, placement: Placement, given: Given, vectors: str) -> None:
+        self.mesh = mesh
+        self.placement = placement
+        self.given = given
+        self.vectors = vectors
+        self.state = placement.start
+
+    def placeholder(self, node: Node) -> None:
+        fixed = self.given.layouts.get(node.name)
+        grad = self.given.grads.get(node.name, False)
+        node.meta["grad"] = grad
+        node.meta["from_inputs"] = node.name in self.given.inputs
+        if fixed is not None:
+            node.meta["layout"] = fixed
+        elif node.name in self.given.parameters:
+            node.meta["layout"] = None
+        else:
+            node.meta["layout"] = Layout.whole(node.meta["val"], grad)
+
+    def getitem(self, node: Node) -> None:
+        source, index = cast(Node, node.args[0]), cast(int, node.args[1])
+        node.meta["grad"] = source.meta["grads"][index]
+        node.meta["from_inputs"] = source.meta["from_inputs"]
+        node.meta["layout"] = None if source.meta["layout"] is None else source.meta["layout"][index]
+
+    def call(self, node: Node) -> None:
+        read = operands(node)
+        grad = any(operand.meta["grad"] for operand in read) and not _is_detached(node)
+        node.meta["from_inputs"] = any(operand.meta["from_inputs"] for operand in read)
+        grads = tuple(grad and (r.is_floating_point() or r.is_complex()) for r in results_of(node))
+        node.meta["grads"], node.meta["grad"] = grads, grads[0] if grads else False
+        if len(read) == 1 and read[0].meta["layout"] is None:
+            node.meta["layout"] = None
+            return
+        for operand in read:
+            if self._must_be_decided_first(node, operand):
+                self.decide(operand, None)
+        choice = self._choose(node)
+        for operand, layout in zip(read, choice.operands):
+            if operand.meta["layout"] is None:
+                self.decide(operand, layout)
+        self._record(node, choice)
+
+    def _must_be_decided_first(self, node: Node, operand: Node) -> bool:
+        """A value made of parameters alone takes the layout its use wants; where nothing else decides, it decides."""
+        if operand.meta["layout"] is not None or node.meta["binding"].product:
+            return False
+        return all(other.meta["layout"] is None for other in operands(node)) and operand is operands(node)[0]
+
+    def decide(self, node: Node, wanted: Layout | None) -> None:
+        """Lay out a value that depends on parameters alone as its first use wants it."""
+        if wanted is None:
+            wanted = Layout.whole(results_of(node)[0], node.meta["grad"])
+        if node.op == "placeholder":
+            node.meta["layout"] = parameter_layout(node, wanted, self.mesh, self.placement, self.vectors)
+            return
+        if is_getitem(node):
+            self._decide_result(cast(Node, node.args[0]), cast(int, node.args[1]), wanted)
+            node.meta["layout"] = layouts_of(cast(Node, node.args[0]))[cast(int, node.args[1])]
+            return
+        self._decide_result(node, 0, wanted)
+
+    def _decide_result(self, node: Node, index: int, wanted: Layout) -> None:
+        if node.meta["layout"] is not None:
+            return
+        call = Call.of(node, node.meta["grad"])
+        flipped = replace(call, binding=replace(call.binding, operands=call.binding.results), inputs=call.outputs)
+        assignment = project(flipped, index, wanted, self.mesh)
+        present = [operand.meta["layout"] for operand in operands(node)]
+        choice = self._evaluate(node, call, (None, assignment), present)
+        for operand, layout in zip(operands(node), choice.operands):
+            if operand.meta["layout"] is None:
+                self.decide(operand, layout)
+        self._record(node, choice)
+
+    def _choose(self, node: Node) -> Choice:
+        call = Call.of(node, node.meta["grad"])
+        present = [operand.meta["layout"] for operand in operands(node)]
+        choices = [
+            self._evaluate(node, call, candidate, present) for candidate in self._candidates(node, call, present)
+        ]
+        pinned = self.given.layouts.get(node.name)
+        if pinned is not None:
+            choices = [_pin(choice, pinned) for choice in choices]
+        return min(choices, key=lambda choice: choice.bytes)
+
+    def _candidates(self, node: Node, call: Call, present: Sequence[Layout | None]) -> Iterator[Candidate]:
+        if is_lawful(call):
+            yield from self._lawful(node, call)
+            return
+        projections = [
+            project(call, index, layout, self.mesh)
+            for index, layout in enumerate(present)
+            if layout is not None and layout.split_axes
+        ]
+        order = sorted(range(len(projections)), key=lambda i: -sum(len(axes) for axes in projections[i].values()))
+        for first in order:
+            merged = projections[first]
+            for other in order:
+                merged = merge(merged, projections[other])
+            yield None, merged
+        yield None, {}
+
+    def _lawful(self, node: Node, call: Call) -> Iterator[Candidate]:
+        product = call.binding.product
+        assert product is not None
+        groups = {"m": product.m, "k": product.k, "n": product.n}
+        for state in sorted(self.placement.states, key=lambda state: state != self.placement.start):
+            law = self.placement.states[state]
+            assignment: dict[SubFactor, tuple[str, ...]] = {}
+            for letter in ("k", "n", "m"):
+                axes = tuple(axis for axis in law[letter] if axis in self.mesh.names)
+                missed = place_axes(call, groups[letter], axes, assignment, self.mesh)
+                if missed and self._is_required(node, letter):
+                    raise product_error(node, call, letter, groups[letter], axes, self.mesh)
+            yield state, assignment
+
+    def _is_required(self, node: Node, letter: str) -> bool:
+        """Rows made of constants alone (positions) may stay whole; everything else must be divided."""
+        return letter != "m" or bool(node.meta["from_inputs"])
+
+    def _evaluate(self, node: Node, call: Call, candidate: Candidate, present: Sequence[Layout | None]) -> Choice:
+        state, assignment = candidate
+        wanted = operand_layouts(call, assignment, present, self.mesh)
+        computed = result_layouts(call, assignment, wanted, node.meta["grads"], self.mesh)
+        rest = tuple(self._rest(call, state, assignment, layout, index) for index, layout in enumerate(computed))
+        total = sum(self._operand_bytes(operand, layout) for operand, layout in zip(operands(node), wanted))
+        total += sum(relayout(before, after, self.mesh).bytes for before, after in zip(computed, rest))
+        return Choice(state, assignment, wanted, computed, rest, total)
+
+    def _operand_bytes(self, operand: Node, wanted: Layout) -> float:
+        present = operand.meta["layout"]
+        if present is None:
+            if operand.op != "placeholder":
+                return 0.0
+            present = parameter_layout(operand, wanted, self.mesh, self.placement, self.vectors)
+        return relayout(present, wanted, self.mesh).bytes
+
+    def _rest(self, call: Call, state: str | None, assignment: Assignment, computed: Layout, index: int) -> Layout:
+        """A product's pending sum is scattered over its rows, innermost; any other pending reduction is made whole."""
+        rest = scatter_rows(call, assignment, computed, index, self.mesh) if state else computed
+        return replace(rest, pending=(), grad=rest.grad and not any(kind == "max" for _, kind in rest.pending))
+
+    def _record(self, node: Node, choice: Choice) -> None:
+        node.meta["operands"] = choice.operands
+        multiple = not isinstance(node.meta["val"], torch.Tensor)
+        node.meta["layout"] = choice.rest if multiple else choice.rest[0]
+        node.meta["computed"] = choice.computed if multiple else choice.computed[0]
+        node.meta["state"] = choice.state
+        node.meta["assignment"] = choice.assignment
+        node.meta["direction"] = choice.rest[0].direction if choice.rest else None
+        node.meta["notes"] = self._notes(node, choice)
+
+    def _notes(self, node: Node, choice: Choice) -> tuple[str, ...]:
+        idle = [
+            axis for axis in self.mesh.split_axes() if choice.computed and choice.computed[0].type(axis) not in "SPM"
+        ]
+        if not choice.state or not idle:
+            return ()
+        return (
+            f"{source_line(node.meta)}: {node.name} runs whole along {', '.join(idle)}: its rows are not divisible",
+        )
+
+    def finish(self, node: Node) -> None:
+        """A parameter that nothing uses rests as if used whole."""
+        for placeholder in [n for n in node.graph.nodes if n.op == "placeholder"]:
+            if placeholder.meta["layout"] is None:
+                self.decide(placeholder, None)
+        for value in node.all_input_nodes:
+            if value.meta["layout"] is None:
+                self.decide(value, None)
+
+
+def _is_detached(node: Node) -> bool:
+    return str(node.target).startswith("aten.detach")
+
+
+def _pin(choice: Choice, pinned: Layout) -> Choice:
+    """Let a value rest where the user wants it."""
+    return replace(choice, rest=(replace(pinned, grad=choice.rest[0].grad), *choice.rest[1:]))

@@ -1,0 +1,153 @@
+"""Insert the collectives that bring each value from the layout at rest to the layout that its reader wants.
+
+Before:  %c: f32[16@x.z, 256@y]  = aten.linear(%x, %w)          (wants f32[16@x, 64@z] ~y, computes f32[16@x, 256@y] +z)
+After:   %g: f32[16@x, 64@z] ~y  = all_gather(%x, axis=y, dim=0)
+         %h: f32[256@y, 64@z] ~x = all_gather(%w, axis=x, dim=0)
+         %c: f32[16@x, 256@y] +z = aten.linear(%g, %h)
+         %r: f32[16@x.z, 256@y]  = reduce_scatter(%c, axis=z, dim=0)
+
+Requires: annotate_layouts.
+Ensures: every node's ``meta["layout"]`` is what it holds, operands are read in the layout they have; sizes stay global.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from partir.errors import source_line
+from partir.graph import is_getitem, layouts_of, operands, outputs_of
+from partir.layout import Dim, Layout, Part
+from partir.mesh import Mesh
+from partir.relayout import relayout
+
+KEPT = ("binding", "factors", "broken", "assignment", "state", "direction", "nn_module_stack", "stack_trace")
+
+
+def insert_collectives(graph_module: GraphModule, mesh: Mesh, sharded_outputs: Sequence[bool]) -> GraphModule:
+    """Return a new graph with collectives between values and their readers.
+
+    Args:
+        mesh: the ranks.
+        sharded_outputs: for each output, whether it leaves as blocks; the others leave whole.
+    """
+    inserter = _Inserter(mesh)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            inserter.copy_placeholder(node)
+        elif is_getitem(node):
+            inserter.rest[node] = inserter.results[(cast(Node, node.args[0]), cast(int, node.args[1]))]
+        elif node.op == "call_function":
+            inserter.call(node)
+    outputs = [
+        inserter.output(value, sharded)
+        for value, sharded in zip(outputs_of(graph_module), sharded_outputs, strict=True)
+    ]
+    inserter.graph.output(tuple(outputs))
+    return GraphModule({}, inserter.graph)
+
+
+class _Inserter:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.graph = Graph()
+        self.rest: dict[Node, Node] = {}
+        self.results: dict[tuple[Node, int], Node] = {}
+
+    def copy_placeholder(self, node: Node) -> None:
+        new = self.graph.placeholder(node.name)
+        new.meta = {
+            "val": node.meta["val"],
+            "layout": node.meta["layout"].strip(self.mesh),
+            "origin": node.name,
+            "reason": "input",
+        }
+        self.rest[node] = new
+
+    def call(self, node: Node) -> None:
+        wanted: tuple[Layout, ...] = node.meta["operands"]
+        reads = iter(
+            [
+                self.bring(self.rest[o], layout, node, f"operand {i}")
+                for i, (o, layout) in enumerate(zip(operands(node), wanted))
+            ]
+        )
+        args, kwargs = _replace_operands(node, reads)
+        new = self.graph.call_function(cast(Any, node.target), args, kwargs, name=node.name)
+        new.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+        computed = tuple(layout.strip(self.mesh) for layout in _as_tuple(node.meta["computed"]))
+        single = isinstance(node.meta["val"], torch.Tensor)
+        new.meta |= {
+            "val": node.meta["val"],
+            "layout": computed[0] if single else computed,
+            "origin": node.name,
+            "reason": "call",
+        }
+        if single:
+            self.rest[node] = self.bring(new, layouts_of(node)[0], node, "result")
+            return
+        for index, (layout, value) in enumerate(zip(computed, node.meta["val"])):
+            item = self.graph.call_function(operator.getitem, (new, index))
+            item.meta = {**_trace_of(node), "val": value, "layout": layout, "origin": node.name, "reason": "call"}
+            self.results[(node, index)] = self.bring(item, layouts_of(node)[index], node, "result")
+
+    def bring(self, value: Node, layout: Layout, reader: Node, role: str) -> Node:
+        """Return ``value`` in ``layout``, through the cheapest chain of collectives."""
+        layout = layout.strip(self.mesh)
+        held = cast(Layout, value.meta["layout"])
+        if held.grad and not layout.grad:
+            layout = replace(layout, grad=True)
+        for step in relayout(held, layout, self.mesh).steps:
+            target = getattr(torch.ops.partir, step.op).default
+            new = self.graph.call_function(target, (value,), dict(step.kwargs))
+            reason = f"{role} of {reader.name}, {source_line(reader.meta)}" if reader.op != "output" else role
+            new.meta = {
+                **_trace_of(reader),
+                "val": value.meta["val"],
+                "layout": step.result,
+                "origin": reader.name,
+                "reason": reason,
+            }
+            value = new
+        return value
+
+    def output(self, value: Any, sharded: bool) -> Any:
+        if not isinstance(value, Node):
+            return value
+        held = self.rest[value]
+        return self.bring(held, output_layout(held.meta["layout"], sharded), value, "output")
+
+
+def output_layout(layout: Layout, sharded: bool) -> Layout:
+    """Return the layout in which a value leaves the program: its blocks, or whole on every rank. Never R, never pending."""
+    if sharded:
+        return replace(layout, pending=(), varied=())
+    return replace(layout, dims=tuple(Dim((Part(dim.size),)) for dim in layout.dims), pending=(), varied=())
+
+
+def _trace_of(node: Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
+def _as_tuple(layout: Any) -> tuple[Layout, ...]:
+    return (layout,) if isinstance(layout, Layout) else tuple(layout)
+
+
+def _replace_operands(node: Node, reads: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Put each read, in schema order, where its operand stood."""
+    positions: dict[Node, list[Node]] = {}
+    for operand, read in zip(operands(node), reads):
+        positions.setdefault(operand, []).append(read)
+
+    def swap(old: Node) -> Node:
+        found = positions[old]
+        return found.pop(0) if len(found) > 1 else found[0]
+
+    args = torch.fx.map_arg(node.args, swap)
+    kwargs = torch.fx.map_arg(dict(node.kwargs), swap)
+    return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)

@@ -1,0 +1,186 @@
+"""Turn global sizes into one rank's: attributes that hold sizes, lookups into a split dim, random numbers.
+
+Before:  %v: f32[16@x, 8, 12@y, 64] = aten.view(%q, [16, 8, 12, 64])
+After:   %v: f32[16@x, 8, 12@y, 64] = aten.reshape(%q, [8, 8, 6, 64])         local [8, 8, 6, 64]
+
+Before:  %e: f32[16@x, 64@z] +y = aten.embedding(%wte, %ids)
+After:   %e: f32[16@x, 64@z] +y = masked_embedding(%wte, %ids, axes=y, size=256)
+
+Requires: expand_recipes.
+Ensures: the graph runs on blocks; ``meta["val"]`` has local shapes, equal to ``meta["layout"]``'s on every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from partir import local_ops
+from partir.assignment import split_axes
+from partir.errors import RuleError, VerifyError, source_line
+from partir.graph import is_call, is_collective, layout_of, layouts_of, operands, results_of
+from partir.layout import Layout
+from partir.mesh import Mesh, use_mesh
+from partir.rules import Binding
+from partir.subdims import axes_of
+
+aten = torch.ops.aten
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int, aten.view_as.default})
+
+
+def localize_shapes(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
+    """Return the graph that one rank runs."""
+    graph = graph_module.graph
+    seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name == "seed"), None)
+    localizer = _Localizer(graph, mesh, seed)
+    for node in list(graph.nodes):
+        if is_call(node) and not is_collective(node):
+            localizer.localize(node)
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+    _propagate(graph_module, mesh)
+    return graph_module
+
+
+@dataclass
+class _Localizer:
+    graph: Graph
+    mesh: Mesh
+    seed: Node | None
+    site: int = 0
+
+    def localize(self, node: Node) -> None:
+        binding = cast(Binding, node.meta["binding"])
+        if binding.index and self._lookup(node, binding):
+            return
+        if binding.random:
+            self._random(node)
+            return
+        if node.target in VIEWS:
+            self._replace(node, aten.reshape.default, (node.args[0], list(layout_of(node).local_shape(self.mesh))), {})
+            return
+        self._attributes(node, binding)
+
+    def _attributes(self, node: Node, binding: Binding) -> None:
+        sizes = local_factor_sizes(binding, node, self.mesh)
+        changed = {name: value for name, value in binding.localise(sizes).items()}
+        if not changed:
+            return
+        schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
+        args, kwargs = list(node.args), dict(node.kwargs)
+        for name, value in changed.items():
+            if name in schema and schema.index(name) < len(args):
+                args[schema.index(name)] = value
+            else:
+                kwargs[name] = value
+        node.args, node.kwargs = tuple(args), kwargs
+
+    def _lookup(self, node: Node, binding: Binding) -> bool:
+        """Shift the ids to this rank's part and mask the rest, where the table is really split."""
+        ids, table, factor = binding.index[0]
+        held = layout_of(operands(node)[table])
+        dim = next(d for d, names in enumerate(binding.operands[table]) if factor in names)
+        axes = tuple(a for a in held.dims[dim].all_axes if self.mesh[a] > 1)
+        if not axes:
+            return False
+        make = _LOOKUPS.get(str(cast(Any, node.target)._schema.name))
+        if make is None:
+            raise RuleError(f"{source_line(node.meta)}: {node.target} has no lookup on a split dim; whole {factor} in its rule.")
+        read = operands(node)
+        function, args = make(binding, read[table], read[ids], ".".join(axes), dim)
+        self._replace(node, function, args, {})
+        return True
+
+    def _random(self, node: Node) -> None:
+        if self.seed is None:
+            raise RuleError(f"{source_line(node.meta)}: {node.target} draws random numbers but the graph has no seed.")
+        layout = layout_of(node)
+        text = str(Layout(layout.dtype, layout.dims, grad=layout.grad))
+        make = _RANDOM.get(str(cast(Any, node.target)._schema.name))
+        if make is None:
+            raise RuleError(f"{source_line(node.meta)}: {node.target} has no random numbers by index.")
+        function, args = make(cast(Binding, node.meta["binding"]), operands(node), self.seed, self.site, text)
+        self.site += 1
+        self._replace(node, function, args, {})
+
+    def _replace(self, node: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(target, args, dict(kwargs))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+
+def _embedding(binding: Binding, table: Node, ids: Node, axes: str, dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    padding = binding.attributes.get("padding_idx", -1)
+    return local_ops.masked_embedding, (table, ids, axes, layout_of(table).shape[0], -1 if padding is None else padding)
+
+
+def _gather(binding: Binding, table: Node, ids: Node, axes: str, dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return local_ops.masked_gather, (table, dim, ids, axes, layout_of(table).shape[dim])
+
+
+def _index_select(binding: Binding, table: Node, ids: Node, axes: str, dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return local_ops.masked_index_select, (table, dim, ids, axes, layout_of(table).shape[dim])
+
+
+_LOOKUPS = {"aten::embedding": _embedding, "aten::gather": _gather, "aten::index_select": _index_select}
+
+
+def _dropout(binding: Binding, read: list[Node], seed: Node, site: int, text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return local_ops.dropout, (read[0], binding.attributes["p"], seed, site, text)
+
+
+_RANDOM = {"aten::dropout": _dropout}
+
+
+def local_factor_sizes(binding: Binding, node: Node, mesh: Mesh) -> dict[str, int]:
+    """Return each split factor's size on one rank, read from the layouts of the call's operands and results."""
+    sizes: dict[str, int] = {}
+    tied = [*zip(binding.operands, map(layout_of, operands(node))), *zip(binding.results, layouts_of(node))]
+    for factors, layout in tied:
+        for names, dim in zip(factors, layout.dims):
+            axes = axes_of(dim, [binding.sizes[name] for name in names], mesh)
+            if axes is None:
+                sizes.update({names[0]: dim.local_size(mesh)} if len(names) == 1 else {})
+                continue
+            for name, split in zip(names, axes):
+                if split:
+                    sizes[name] = binding.sizes[name] // mesh.extent(split)
+    return sizes
+
+
+def _propagate(graph_module: GraphModule, mesh: Mesh) -> None:
+    """Run the graph on fake blocks and compare every shape with its layout."""
+    for node in graph_module.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            node.meta["val"] = node.meta["val"].new_empty(layout_of(node).local_shape(mesh))
+            continue
+        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        try:
+            with use_mesh(mesh), torch.no_grad(), _mode_of(node):
+                node.meta["val"] = cast(Any, node.target)(*cast(Any, values)[0], **cast(Any, values)[1])
+        except Exception as error:
+            raise VerifyError(f"{source_line(node.meta)}: {node.target} fails on blocks {node.args}: {error}") from error
+        for layout, value in zip(layouts_of(node), results_of(node)):
+            if layout.owner is None and tuple(value.shape) != layout.local_shape(mesh):
+                raise VerifyError(
+                    f"{source_line(node.meta)}: {node.name} has local shape {tuple(value.shape)}, its layout {layout} "
+                    f"says {layout.local_shape(mesh)}."
+                )
+
+
+def _mode_of(node: Node) -> Any:
+    for other in node.graph.nodes:
+        value = other.meta.get("val")
+        if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+            return cast(Any, value).fake_mode
+    raise VerifyError(f"{node.name}: no fake tensor in the graph")
+
+

@@ -1,0 +1,240 @@
+"""The order of the passes: from a module and example inputs to a program.
+
+    trace -> decompose_ops -> factorise_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
+    -> bucket_vectors -> differentiate
+
+Only this file knows the order. Each pass gets a copy of the graph; what it returns is verified, timed and, at the named
+stages, printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from partir import rules
+from partir.checks import verify_graph
+from partir.graph import layout_of, outputs_of
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.passes.annotate_layouts import Given, annotate_layouts
+from partir.passes.bucket_vectors import bucket_vectors
+from partir.passes.decompose_ops import decompose_ops
+from partir.passes.differentiate import differentiate
+from partir.passes.expand_recipes import expand_recipes
+from partir.passes.factorise_dims import factorise_dims
+from partir.passes.insert_collectives import insert_collectives
+from partir.passes.localize_shapes import localize_shapes
+from partir.passes.match_pins import match_pins
+from partir.passes.trace import InputSlot, Traced, trace
+from partir.printer import graph_text
+from partir.program import Program, Slot
+from partir.rules.placement import placement
+
+Outputs = Literal["auto", "whole", "sharded"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose about a compilation.
+
+    Args:
+        memory: ``"low"`` keeps shards and gathers again in the backward, ``"fast"`` keeps what was gathered.
+        vectors: ``"balanced"`` or the paper's ``"diagonal"``.
+        outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
+        pins: name pattern -> layout text.
+        placement: name of the placement file.
+    """
+
+    memory: Literal["low", "fast"] = "low"
+    vectors: Literal["balanced", "diagonal"] = "balanced"
+    outputs: Outputs = "auto"
+    pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    placement: str = "placement_3d"
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A program with what was known on the way.
+
+    Args:
+        program: what every rank runs.
+        traced: structure of inputs and outputs, slots, buffers that are written back.
+        annotated: the graph with the chosen layouts, sizes global.
+        lowered: one rank's forward graph before differentiation.
+        timings: seconds of each pass.
+    """
+
+    program: Program
+    traced: Traced
+    annotated: GraphModule
+    lowered: GraphModule
+    timings: Mapping[str, float]
+
+
+def compile_program(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout] | None = None,
+    input_layouts: Mapping[str, Layout] | None = None,
+) -> Compiled:
+    """Compile ``model(*args, **kwargs)`` for every rank of ``mesh``, in the present training and grad mode.
+
+    Args:
+        model: any module; its weights are not read.
+        args, kwargs: example inputs; only shapes, dtypes and Python values matter.
+        parameter_layouts: layouts at rest that an earlier compilation has fixed, by dotted name.
+        input_layouts: layouts of inputs that arrive as blocks, by slot name.
+
+    Raises:
+        PartirError: the model cannot be traced, an op has no rule, or sizes do not divide.
+    """
+    run = _Run(mesh)
+    training = torch.is_grad_enabled()
+    traced = run.time("trace", lambda: trace(model, args, kwargs))
+    run.texts["traced"] = graph_text(traced.graph_module)
+    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
+    graph = run.pass_("factorise_dims", graph, factorise_dims)
+    _add_seed(graph)
+    slots = {node.name: slot for node, slot in zip(_placeholders(graph), traced.slots)}
+    given = _given(graph, slots, training, options, parameter_layouts or {}, input_layouts or {})
+    law = placement(options.placement)
+    annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
+    run.texts["annotated"] = graph_text(annotated, {name: slot.name for name, slot in slots.items()})
+    sharded = _sharded_outputs(annotated, traced, options.outputs, training)
+    graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "lowered")
+    graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
+    graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh), "lowered")
+    lowered = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
+    run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
+    inputs = _input_slots(lowered, slots, training)
+    outputs = _output_slots(lowered, annotated, traced, training)
+    derived = run.time("differentiate", lambda: differentiate(lowered, mesh, inputs, outputs, options.memory, training))
+    run.texts["forward"] = graph_text(derived.forward)
+    run.texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""
+    outputs = tuple(_with_tangent(slot, takes) for slot, takes in zip(outputs, derived.differentiable))
+    program = Program(
+        mesh, options.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs, texts=run.texts
+    )
+    return Compiled(program, traced, annotated, lowered, run.timings)
+
+
+class _Run:
+    """Runs passes one after the other, with copy, check and clock."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.timings: dict[str, float] = {}
+        self.texts: dict[str, str] = {}
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        self.timings[name] = time.perf_counter() - start
+        return result
+
+    def pass_(self, name: str, graph: GraphModule, work: Callable[[GraphModule], GraphModule], check: str | None = None) -> GraphModule:
+        result = cast(GraphModule, self.time(name, lambda: work(copy_graph(graph))))
+        if check is not None:
+            self.time(f"verify {name}", lambda: verify_graph(result, self.mesh, check))
+        return result
+
+
+def copy_graph(graph_module: GraphModule) -> GraphModule:
+    """Return a copy whose nodes have their own ``meta`` (values shared: layouts are frozen)."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph_module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda old: copies[old])
+        copies[node].meta = dict(node.meta)
+    return GraphModule({}, graph)
+
+
+def _has_rule(node: Node) -> bool:
+    return rules.find(node.target) is not None
+
+
+def _placeholders(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def _add_seed(graph_module: GraphModule) -> bool:
+    """Give a graph that draws random numbers an int64 [2] input: the seed and the number of the call."""
+    calls = [node for node in graph_module.graph.nodes if "binding" in node.meta]
+    if not any(node.meta["binding"].random for node in calls):
+        return False
+    last = _placeholders(graph_module)[-1]
+    with graph_module.graph.inserting_after(last):
+        seed = graph_module.graph.placeholder("seed")
+    seed.meta = {"val": last.meta["val"].new_empty((2,), dtype=torch.int64), "subdims": (((),),)}
+    return True
+
+
+def _given(
+    graph_module: GraphModule,
+    slots: Mapping[str, InputSlot],
+    training: bool,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout],
+    input_layouts: Mapping[str, Layout],
+) -> Given:
+    grads = {name: training and slot.requires_grad for name, slot in slots.items()}
+    parameters = {name: slot.name for name, slot in slots.items() if slot.kind == "parameter"}
+    fixed = match_pins(options.pins, graph_module, {name: slot.name for name, slot in slots.items()})
+    for name, slot in slots.items():
+        layout = parameter_layouts.get(slot.name) or input_layouts.get(slot.name)
+        if layout is not None:
+            fixed[name] = layout
+    fixed = {name: _with_grad(layout, grads.get(name, layout.grad)) for name, layout in fixed.items()}
+    inputs = frozenset(name for name, slot in slots.items() if slot.kind == "input")
+    return Given(grads, parameters, inputs, fixed)
+
+
+def _with_grad(layout: Layout, grad: bool) -> Layout:
+    return Layout(layout.dtype, layout.dims, layout.pending, layout.varied if grad else (), grad, layout.owner)
+
+
+def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: Outputs, training: bool) -> list[bool]:
+    """0-d tensors and buffers leave whole; the others as the user says, or as blocks where a loss is what matters."""
+    values = [cast(Node, value) for value in outputs_of(annotated)]
+    shapes = [tuple(value.meta["val"].shape) for value in values]
+    has_loss = training and any(shape == () and value.meta["grad"] for shape, value in zip(shapes, values))
+    blocks = outputs == "sharded" or (outputs == "auto" and has_loss)
+    return [blocks and shape != () and index < traced.num_outputs for index, shape in enumerate(shapes)]
+
+
+def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], training: bool) -> tuple[Slot, ...]:
+    found: list[Slot] = []
+    for node in _placeholders(lowered):
+        layout = layout_of(node)
+        slot = slots.get(node.name)
+        name, kind = (slot.name, slot.kind) if slot else ("seed", "seed")
+        wanted = bool(slot and training and slot.requires_grad)
+        found.append(Slot(name, cast(Any, kind), layout, layout.shape, node.meta["val"].dtype, wanted))
+    return tuple(found)
+
+
+def _output_slots(lowered: GraphModule, annotated: GraphModule, traced: Traced, training: bool) -> tuple[Slot, ...]:
+    found: list[Slot] = []
+    buffers = dict(traced.mutated_buffers)
+    for index, (value, source) in enumerate(zip(outputs_of(lowered), outputs_of(annotated))):
+        layout = layout_of(value)
+        name = buffers.get(index, f"output[{index}]")
+        wanted = training and layout.grad and index not in buffers
+        found.append(Slot(name, "output", layout, layout.shape, source.meta["val"].dtype, wanted))
+    return tuple(found)
+
+
+def _with_tangent(slot: Slot, takes: bool) -> Slot:
+    return Slot(slot.name, slot.kind, slot.layout, slot.shape, slot.dtype, takes)
+
+
