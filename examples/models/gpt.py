@@ -35,20 +35,21 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.head_size = config.hidden // config.num_heads
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=config.bias)
         self.proj = nn.Linear(config.hidden, config.hidden, bias=config.bias)
         self.proj_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        B, S, D = x_BSD.shape
-        q_BSD, k_BSD, v_BSD = self.qkv(x_BSD).chunk(3, dim=-1)
+        B, S, _ = x_BSD.shape
         q_BHSK, k_BHSK, v_BHSK = (
-            t_BSD.view(B, S, self.num_heads, D // self.num_heads).transpose(1, 2) for t_BSD in (q_BSD, k_BSD, v_BSD)
+            t_BSD.view(B, S, self.num_heads, self.head_size).transpose(1, 2)
+            for t_BSD in self.qkv(x_BSD).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
         y_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BHSK, v_BHSK, dropout_p=dropout, is_causal=True)
-        y_BSD = y_BHSK.transpose(1, 2).reshape(B, S, D)
+        y_BSD = y_BHSK.transpose(1, 2).flatten(2)
         return self.proj_dropout(self.proj(y_BSD))
 
 
