@@ -146,4 +146,5 @@ def _kept(source: Node) -> dict[str, Any]:
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)
+    cleaned = re.sub(r"\W", "_", name)
+    return f"_{cleaned}" if cleaned[:1].isdigit() else cleaned

@@ -105,10 +105,10 @@ def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _operation(node: Node, mesh: Mesh, stage: str) -> OnColumns:
-    target = cast(Any, node.target)
+    target = cast(object, node.target)
     if isinstance(target, OpOverload) and target.namespace == "partir":
-        return _collective(node, target, mesh, stage)
-    return _local(node, target, mesh)
+        return _collective(node, cast("OpOverload[..., Any]", target), mesh, stage)
+    return _local(node, cast("Callable[..., Any]", target), mesh)
 
 
 def _collective(node: Node, target: OpOverload[..., Any], mesh: Mesh, stage: str) -> OnColumns:
@@ -133,7 +133,7 @@ def _local(node: Node, target: Callable[..., Any], mesh: Mesh) -> OnColumns:
     reads = {read: index for index, read in enumerate(node.all_input_nodes)}
     positional = [_argument(argument, reads) for argument in node.args]
     named = [(name, _argument(argument, reads)) for name, argument in node.kwargs.items()]
-    shares = not (isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags)
+    shares = torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
 
     def one(columns: list[Column], rank: int) -> Any:
         values = [argument(columns, rank) for argument in positional]
@@ -162,4 +162,5 @@ def _argument(value: Any, reads: dict[Node, int]) -> Argument:
     ):
         items = [_argument(item, reads) for item in cast("list[Any]", value)]
         return lambda columns, rank: [item(columns, rank) for item in items]
-    return lambda columns, rank: value
+    constant = cast(Any, value)
+    return lambda columns, rank: constant

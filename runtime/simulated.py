@@ -3,7 +3,8 @@
     whole inputs -> blocks -> forward on all ranks -> blocks -> whole outputs
     whole tangents -> blocks -> backward on all ranks -> blocks -> whole gradients
 
-The blocks are real, so this is the program that torch.distributed would run, exactly; only its collectives are cat and sum.
+The blocks are real, so this is exactly the program that torch.distributed would run; only its collectives are cat and
+sum here.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class SimulatedProgram:
                 return tuple(
                     self._assemble(slot, column) for slot, column in zip(self.program.outputs, outputs, strict=True)
                 )
-        apply = cast("Callable[..., tuple[Tensor, ...]]", _Run.apply)
+        apply = cast("Callable[..., tuple[Tensor, ...]]", _Run.apply)  # pyright: ignore[reportUnknownMemberType]
         return apply(self, *wholes)
 
     def run_blocks(self, *wholes: Tensor) -> RunBlocks:
@@ -165,7 +166,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         simulated = cast(SimulatedProgram, ctx.simulated)
         program, unique = simulated.program, ctx.saved_tensors
         saved = [[unique[place] for place in places] for places in ctx.places]

@@ -79,7 +79,7 @@ def one_linear(mesh: Mesh, rows: int = 48, inner: int = 24, columns: int = 36) -
     return hand
 
 
-def mlp(mesh: Mesh, rows: int = 48, width: int = 24, hidden: int = 36) -> HandLowered:
+def mlp(mesh: Mesh, rows: int = 48, width: int = 24, hidden: int = 48) -> HandLowered:
     """Two linears with a bias and gelu between, and the mean of the squares as the loss: ``(loss, y)``."""
     hand = HandLowered(mesh)
     x = hand.input("x", f"f64[{rows}@x.y, {width}@z]", "input")
