@@ -63,21 +63,37 @@ def join(parts: Sequence[Tensor], dim: int, blocks: int) -> Tensor:
     return torch.cat([_levels(part, dim, blocks, length) for part in parts], dim + 1).flatten(dim, dim + 1).contiguous()
 
 
-def exchange_pieces(t: Tensor, size: int, src: int, dst: int, src_blocks: int, dst_blocks: int) -> list[Tensor]:
-    """Cut what an all-to-all sends: piece `i` goes to the group's rank `i`.
+def exchange_blocks(size: int, same_dim: bool, src_blocks: int, dst_blocks: int) -> tuple[int, int] | None:
+    """Return the block counts `(cut, join)` of an all-to-all's two local halves, or None if its ends overlap.
 
-    `dst_blocks` counts the dim as it is once `src` is gathered, so within one dim it includes `src`.
+    `dst_blocks` counts the dim as it is once `src` is gathered, `src_blocks` as it is before `dst` is split.
+    Within one dim the part that comes first counts among the blocks of the other.
+
+    >>> exchange_blocks(2, True, src_blocks=1, dst_blocks=4), exchange_blocks(2, True, src_blocks=1, dst_blocks=1)
+    ((2, 1), None)
     """
-    after = src % t.dim() == dst % t.dim() and dst_blocks > src_blocks
-    blocks = dst_blocks // size if after else dst_blocks
-    return [take(t, dst, blocks, index, size) for index in range(size)]
+    if not same_dim or size == 1:
+        return dst_blocks, src_blocks
+    if dst_blocks % (src_blocks * size) == 0:
+        return dst_blocks // size, src_blocks
+    if src_blocks % (dst_blocks * size) == 0:
+        return dst_blocks, src_blocks // size
+    return None
+
+
+def exchange_pieces(t: Tensor, size: int, src: int, dst: int, src_blocks: int, dst_blocks: int) -> list[Tensor]:
+    """Cut what an all-to-all sends: piece `i` goes to the group's rank `i`."""
+    counts = exchange_blocks(size, src % t.dim() == dst % t.dim(), src_blocks, dst_blocks)
+    assert counts is not None, f"all_to_all within dim {src}: {src_blocks=} and {dst_blocks=} overlap"
+    return [take(t, dst, counts[0], index, size) for index in range(size)]
 
 
 def exchange_join(pieces: Sequence[Tensor], src: int, dst: int, src_blocks: int, dst_blocks: int) -> Tensor:
     """Join what an all-to-all received, in group order: the other half of `exchange_pieces`."""
     ndim = pieces[0].dim()
-    before = src % ndim == dst % ndim and dst_blocks < src_blocks
-    return join(pieces, src, src_blocks // len(pieces) if before else src_blocks)
+    counts = exchange_blocks(len(pieces), src % ndim == dst % ndim, src_blocks, dst_blocks)
+    assert counts is not None, f"all_to_all within dim {src}: {src_blocks=} and {dst_blocks=} overlap"
+    return join(pieces, src, counts[1])
 
 
 def pack(ts: Sequence[Tensor], rows: int) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from partir.collectives.addressing import split_axes
+from partir.collectives.addressing import exchange_blocks, split_axes
 from partir.collectives.dims import join_dim, rename_axis, split_dim
 from partir.errors import TypeRuleError
 from partir.layout import Dim, Layout
@@ -221,6 +221,9 @@ def _all_to_all(
     )
     whole = replace(operand, dims=_joined(law, operand, mesh, src, src_blocks))
     _check_dim(law, operand, dst)
+    same_dim = src % len(operand.dims) == dst % len(operand.dims)
+    if exchange_blocks(mesh.extent(law.axes), same_dim, src_blocks, dst_blocks) is None:
+        raise law.refuse(operand, f"src_blocks={src_blocks} and dst_blocks={dst_blocks} overlap in dim {dst}")
     found = split_dim(whole.dims[dst], law.axes, dst_blocks, mesh)
     if found is None:
         raise law.refuse(operand, f"{law.axis}={mesh.extent(law.axes)} does not divide dim {dst}" + _at(dst_blocks))
