@@ -108,7 +108,7 @@ Expression: TypeAlias = Constant | Name | Listing | Lookup | Reduce | Call | Una
 
 COMPARISONS = ("==", "!=", "<=", ">=", "<", ">")
 PRECEDENCE = {"or": 0, "and": 1, **dict.fromkeys(COMPARISONS, 3), "+": 4, "-": 4, "*": 5, "/": 5}
-LIST_FUNCTIONS: dict[str, Callable[[Any], Any]] = {"len": len, "min": min, "max": max, "sum": sum, "first": lambda items: items[0]}
+LIST_FUNCTIONS: dict[str, Callable[..., Any]] = {"len": len, "min": min, "max": max, "sum": sum, "part": lambda items, start, count: items[start : start + count]}
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -167,8 +167,8 @@ def evaluate(expression: Expression, names: Mapping[str, Any], lookup: Callable[
         case Call("default", (value, fallback)):
             result = evaluate(value, names, lookup)
             return evaluate(fallback, names, lookup) if result is None else result
-        case Call(function, (argument,)) if function in LIST_FUNCTIONS:
-            return LIST_FUNCTIONS[function](evaluate(argument, names, lookup))
+        case Call(function, arguments) if function in LIST_FUNCTIONS:
+            return LIST_FUNCTIONS[function](*(evaluate(argument, names, lookup) for argument in arguments))
         case _:
             raise RuleError(f"`{expression}` has no value here")
 

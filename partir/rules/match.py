@@ -82,8 +82,8 @@ def _match(pattern: sx.Pattern, shape: tuple[int, ...], matching: Matching, elem
             _place_at(item, pattern, slots, shape, matching, element)
     free = [place for place, slot in enumerate(slots) if slot is None]
     plain = [item for item in items if item.at is None or item.wild]
-    names, wild = _spread(plain, len(free), pattern, shape)
-    ordered = _wild_order(plain, wild, matching)
+    names = _spread(plain, len(free), pattern, shape, matching)
+    ordered = _wild_order(names, matching)
     for place, item in zip(free, names, strict=True):
         if not item.wild:
             slots[place] = Slot(_factors(item, matching, element), shape[place], item.broadcast)
@@ -108,30 +108,43 @@ def _factors(item: sx.Item, matching: Matching, element: int | None, suffix: str
     return tuple(matching.name(factor, suffix + (str(element) if factor.endswith("'") else "")) for factor in item.factors)
 
 
-def _spread(items: list[sx.Item], count: int, pattern: sx.Pattern, shape: tuple[int, ...]) -> tuple[list[sx.Item], int]:
-    """Repeat the wild item (all of them stand for one run of dims) until the items fill `count` dims."""
+def _spread(items: list[sx.Item], count: int, pattern: sx.Pattern, shape: tuple[int, ...], matching: Matching) -> list[sx.Item]:
+    """Repeat the wild items until the items fill `count` dims."""
     wild = [place for place, item in enumerate(items) if item.wild]
     if not wild:
         while len(items) > count and items[0].broadcast:
             items = items[1:]
         if len(items) != count:
             raise Mismatch(f"{pattern} has {len(items)} dims, the tensor has {len(shape)}: {list(shape)}")
-        return items, 0
+        return items
     before, after = items[: wild[0]], items[wild[-1] + 1 :]
     while len(before) + len(after) > count and after and after[0].broadcast and not before:
         after = after[1:]
     run = count - len(before) - len(after)
     if run < 0:
         raise Mismatch(f"{pattern} has at least {len(before) + len(after)} dims, the tensor has {len(shape)}: {list(shape)}")
-    return [*before, *[items[wild[0]]] * run, *after], run
+    return [*before, *_wild_run([items[place] for place in wild], run, matching), *after]
 
 
-def _wild_order(items: list[sx.Item], count: int, matching: Matching) -> list[int]:
-    """Number the wild dims from the right, or as `...@dims` orders them."""
-    order = next((item.at for item in items if item.wild and item.at), None)
-    if order is None:
-        return list(reversed(range(count)))
-    return [count - 1 - place for place in positions(matching.attributes.get(order), count)]
+def _wild_run(wild: list[sx.Item], run: int, matching: Matching) -> list[sx.Item]:
+    """Say which wild item each dim of the run belongs to: with both `*` and `...`, `*` has as many dims as were met before."""
+    if len({item.factors for item in wild}) == 1:
+        return wild[:1] * run
+    stars = min(len(matching.group(sx.STAR)), run)
+    parts = {sx.STAR: stars, sx.REST: run - stars}
+    return [item for item in dict.fromkeys(wild) for _ in range(parts[item.factors[0]])]
+
+
+def _wild_order(names: list[sx.Item], matching: Matching) -> list[int]:
+    """Number the wild dims from the right, `*` and `...` each for itself, or as `...@dims` orders them."""
+    wild = [item for item in names if item.wild]
+    numbers: list[int] = []
+    for place, item in enumerate(wild):
+        count = sum(other.factors == item.factors for other in wild)
+        before = sum(other.factors == item.factors for other in wild[:place])
+        order = range(count) if item.at is None else positions(matching.attributes.get(item.at), count)
+        numbers.append(count - 1 - order[before])
+    return numbers
 
 
 def _single_sizes(matching: Matching) -> dict[str, int]:

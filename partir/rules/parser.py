@@ -28,7 +28,8 @@ Clauses (a factor that none mentions is free):
     random [when condition]                          the result is drawn
     product [a b]                                    a matrix product (of these operands), placed by the placement file
     linear x y                                       a sum pending in all of x and y passes; a second clause is an alternative
-    local size = shape[y]                            the attribute's value on one rank: shape[y], shape[y, dim], size[f], min, max, first
+    local size = shape[y]                            the attribute's value on one rank: shape[y], shape[y, dim], size[f], min, max, sum, len,
+                                                     part(list, start, count)
     flops 2 * k * numel[y]                           floating point operations
     when condition                                   the form applies only then
     regroup | repeat repeats                         result dims regroup, or repeat, the operand's

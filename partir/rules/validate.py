@@ -111,8 +111,9 @@ def _check_attribute(name: str, form: sx.Form, source: Source) -> None:
 
 
 def _check_condition(condition: ex.Expression | None, form: sx.Form, source: Source) -> None:
+    lists = {pattern.name for pattern in form.operands() if pattern.listed}
     for part in ex.walk(condition) if condition is not None else ():
-        if isinstance(part, ex.Name):
+        if isinstance(part, ex.Name) and part.name not in lists:
             _check_attribute(part.name, form, source)
         if isinstance(part, ex.Call):
             _check_list_function(part, source)
