@@ -5,7 +5,8 @@
 - placeholders of the joint graph are ``primals_1 ...`` then ``tangents_1 ...``, one tangent for each output that
   requires grad, and its results are the outputs, then one gradient (or None) for each argument;
 - every node keeps ``meta["custom"]`` of the node that an ``fx.Interpreter`` was running, in the backward as well;
-- ``meta["partitioner_tag"]`` tells forward from backward.
+- ``meta["partitioner_tag"]`` tells forward from backward;
+- where no output requires grad it returns the forward alone, whatever was asked.
 """
 
 from __future__ import annotations
@@ -96,11 +97,3 @@ def origin(node: Node) -> str | None:
 def is_backward(node: Node) -> bool:
     """Return whether a node of a joint graph was made by a backward formula."""
     return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def outputs_requiring_grad(
-    module: GraphModule, arguments: Sequence[torch.Tensor], wanted: Sequence[bool]
-) -> tuple[bool, ...]:
-    """Return which of the wanted outputs depend on an argument that requires grad; runs the graph on fakes."""
-    results = cast("tuple[torch.Tensor, ...]", _Tracer(module).run(*arguments))
-    return tuple(keep and result.requires_grad for result, keep in zip(results, wanted, strict=True))

@@ -85,8 +85,7 @@ def differentiate(
     placeholders = shared.graph.find_nodes(op="placeholder")
     assert len(placeholders) == len(input_slots), "one slot for each placeholder"
     wants = [training and slot.differentiable for slot in input_slots]
-    training = any(wants) and any(slot.differentiable for slot in output_slots)
-    joint, differentiable = _trace(shared, placeholders, mesh, wants, output_slots, training)
+    joint, differentiable = _trace(shared, placeholders, mesh, wants, output_slots)
     simplify(joint.graph, mesh)
     primals = joint.graph.find_nodes(op="placeholder")[: len(input_slots)]
     frozen = frozenset(primal for primal, want in zip(primals, wants, strict=True) if not want)
@@ -110,19 +109,12 @@ def _trace(
     mesh: Mesh,
     wants: Sequence[bool],
     output_slots: Sequence[Slot],
-    training: bool,
 ) -> tuple[GraphModule, tuple[bool, ...]]:
     """Return the joint graph of ``module``; without a differentiable output, its forward alone."""
     values = [cast(torch.Tensor, node.meta["val"]) for node in placeholders]
-    outputs = [slot.differentiable for slot in output_slots]
-    if training:
-        mode, arguments = aot.fake_arguments(values, wants)
-        with mode, use_mesh(mesh):
-            if any(aot.outputs_requiring_grad(module, arguments, outputs)):
-                return aot.export_joint(module, arguments, True, outputs)
-    mode, arguments = aot.fake_arguments(values, [False] * len(wants))
+    mode, arguments = aot.fake_arguments(values, wants)
     with mode, use_mesh(mesh):
-        return aot.export_joint(module, arguments, False, outputs)
+        return aot.export_joint(module, arguments, any(wants), [slot.differentiable for slot in output_slots])
 
 
 def simplify(graph: Graph, mesh: Mesh) -> None:
@@ -145,7 +137,7 @@ def _is_identity(node: Node, mesh: Mesh) -> bool:
         return op_name(node) in ("aten::detach", "aten::alias")
     if name in IDENTITIES:
         return True
-    lone = name not in ("coordinate", "all_gather_bucket", "reduce_scatter_bucket")
+    lone = name not in ("coordinate", "check_index", "all_gather_bucket", "reduce_scatter_bucket")
     return lone and mesh.extent(split_axes(cast(str, node.args[1]))) == 1
 
 
