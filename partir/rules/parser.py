@@ -20,8 +20,10 @@ Signature:
 
 Clauses (a factor that none mentions is free):
     sum k | max k | whole k [when condition]         splitting k leaves partial sums | maxima | is not possible
+    free k                                           splitting k changes nothing (of an operand read for its dtype only)
     split h:  then  name = expression                how to run where h is split: sum[h](e), max[h](e) keep h as a dim of size 1,
-                                                     size[h], epsilon[x], default(eps, 1e-5), arithmetic, comparisons, elementwise aten ops;
+                                                     size[h], epsilon[x], default(eps, 1e-5), to(x, dtype), detach(x), arithmetic,
+                                                     comparisons, elementwise aten ops;
                                                      an absent operand drops out of the sum or product it stands in
     once b over k                                    only the first rank along k's axes adds b
     index ids into v                                 shift ids, mask, look up the local part
@@ -53,7 +55,7 @@ from partir.rules import syntax as sx
 from partir.rules.source import Source
 from partir.rules.validate import check_form
 
-CLAUSES = "sum max whole once index random split flops product linear local regroup repeat when example or op place".split()
+CLAUSES = "sum max whole free once index random split flops product linear local regroup repeat when example or op place".split()
 PLACE_CLAUSES = "state start rest swap hidden".split()
 
 
@@ -159,6 +161,9 @@ class _ToSyntax(Transformer[Token, Any]):
 
     def whole_clause(self, factors: Any, condition: Any) -> sx.Factors:
         return sx.Factors("whole", factors, condition)
+
+    def free_clause(self, factors: Any, condition: Any) -> sx.Factors:
+        return sx.Factors("free", factors, condition)
 
     def once_clause(self, operand: Token, factors: Any) -> sx.Once:
         return sx.Once(operand, factors)

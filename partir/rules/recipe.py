@@ -91,6 +91,8 @@ class _Run:
                 return self.value(second) if value is None else value
             case ex.Call("to", (first, second)):
                 return self.convert(self.value(first), self.value(second))
+            case ex.Call("detach", (inner,)):
+                return self.elementwise(lambda _: aten.detach.default, [self.value(inner)])
             case ex.Call(function, arguments):
                 return self.elementwise(partial(elementwise, function), [self.value(argument) for argument in arguments])
             case ex.Unary(sign, inner):
@@ -160,21 +162,20 @@ def _operator(sign: str, values: list[Any]) -> Any:
 
 
 @cache
-def _pointwise_overloads(function: str) -> tuple[Any, ...]:
+def _overloads(function: str) -> tuple[Any, ...]:
+    """Return the overloads of an elementwise op that make a tensor, those with the pointwise tag first."""
     packet = getattr(aten, function)
     overloads = [getattr(packet, name) for name in packet.overloads() if "out" not in name]
-    return tuple(op for op in overloads if torch.Tag.pointwise in op.tags)
+    tensors = [op for op in overloads if [str(value.type) for value in op._schema.returns] == ["Tensor"]]
+    return tuple(sorted(tensors, key=lambda op: torch.Tag.pointwise not in op.tags))
 
 
 def elementwise(function: str, values: list[Any]) -> Any:
     """Return the overload of an elementwise aten op whose schema takes these tensors and numbers."""
-    for op in _pointwise_overloads(function):
+    for op in _overloads(function):
         arguments = op._schema.arguments
-        fits = all("Tensor" in str(argument.type) or not isinstance(value, Value) for argument, value in zip(arguments, values, strict=False))
-        strict = all("Tensor" not in str(argument.type) or isinstance(value, Value) for argument, value in zip(arguments, values, strict=False))
-        if fits and strict and len(values) <= len(arguments):
+        if len(values) > len(arguments) or any(not argument.has_default_value() for argument in arguments[len(values) :]):
+            continue
+        if all(("Tensor" in str(argument.type)) == isinstance(value, Value) for argument, value in zip(arguments, values, strict=False)):
             return op
-    for op in _pointwise_overloads(function):
-        if len(values) <= len(op._schema.arguments):
-            return op
-    raise RuleError(f"no elementwise aten op {function} takes {len(values)} arguments")
+    raise RuleError(f"no elementwise aten op {function} takes these {len(values)} arguments")

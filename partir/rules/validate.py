@@ -10,7 +10,7 @@ from partir.rules import expressions as ex
 from partir.rules import syntax as sx
 from partir.rules.source import Source
 
-FUNCTIONS = ("default", "to")
+FUNCTIONS = ("default", "to", "detach")
 
 
 def check_form(form: sx.Form, source: Source) -> None:
@@ -201,7 +201,7 @@ def _check_vanishing(form: sx.Form, source: Source) -> None:
     kept |= {factor for factor, _, _ in _mentioned(form)}
     for factor in factor_names(form):
         if factor not in kept:
-            raise source.error(f"factor `{factor}` does not reach a result: say sum, max, whole or split", factor)
+            raise source.error(f"factor `{factor}` does not reach a result: say sum, max, whole, free or split", factor)
 
 
 def _token(part: ex.Expression) -> str | None:
