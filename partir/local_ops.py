@@ -25,7 +25,7 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@torch.library.custom_op("partir::check_index", mutates_args=())
+@torch.library.custom_op("partir_local::check_index", mutates_args=())
 def check_index(index: Tensor, size: int) -> Tensor:
     """Return a copy of `index`, having checked `0 <= index < size`.
 
