@@ -1,0 +1,139 @@
+"""What a user calls: `parallelize`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from partir.errors import PartirError
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.module import Compiler, Options, ParallelModule, Parallelized, parallel_class, parallelized
+from partir.passes import pipeline
+from partir.passes.trace import flatten_inputs, input_names
+from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    mesh: Any,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str = "low",
+    vectors: str = "balanced",
+    outputs: str = "auto",
+    check_inputs: str = "first",
+    pin: Mapping[str, str] | None = None,
+    rng: str = "exact",
+    timeout: float | None = None,
+) -> Model:
+    """Run a module on a mesh of ranks, with the loss and gradients that it has on one device.
+
+    In place and returned: class, attributes, parameter names and `state_dict` keys stay. With torch.distributed initialised and a world
+    of the mesh's size this process is one rank; otherwise it runs all of them.
+
+    Args:
+        model: any module.
+        mesh: `(x, y, z)`, `(data, x, y, z)`, sizes by axis name, or a named DeviceMesh.
+        example_inputs: a tensor or a tuple of arguments: compile now. Without, at the first call.
+        example_kwargs: keyword arguments of the example.
+        memory: "low" keeps shards and gathers again in the backward, "fast" keeps what was gathered.
+        vectors: "balanced" splits vectors over all ranks, "diagonal" is the paper's placement (y == z).
+        outputs: "whole", "sharded" (DTensors, no gather), or "auto": 0-d tensors whole; others whole unless a 0-d loss is returned
+            and gradients are recorded.
+        check_inputs: compare the inputs' contents between ranks at the "first" call of a signature, "always" or "never".
+        pin: layouts by name pattern, `{"blocks.*.fc1.weight": "f[out@y.x, in@z]"}`.
+        rng: "exact" draws the same random numbers on every mesh, "fast" uses each rank's generator.
+        timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
+
+    Raises:
+        MeshError: the mesh does not exist, or the world size is neither 1 nor its size.
+        PartirError: the module is already parallelized, or anything that compiling it finds.
+        RankError: ranks differ in model or options.
+    """
+    if isinstance(model, ParallelModule):
+        raise PartirError(f"{type(model).__name__} is already parallelized over {parallelized(model).mesh}.")
+    if "forward" in model.__dict__:
+        raise PartirError(f"{type(model).__name__} has a forward set on the instance, which would hide the compiled one; set it on the class.")
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit)
+    compiler = Compiler(_compile, flatten_inputs, input_names)
+    original = cast("type[nn.Module]", type(model))
+    state = Parallelized(Mesh.parse(mesh), options, original, compiler)
+    _distribute(model, state)
+    model.__dict__["_partir"] = state
+    model.__class__ = cast(Any, parallel_class(original))
+    if example_inputs is not None or example_kwargs is not None:
+        state.prepare(model, _arguments(example_inputs), dict(example_kwargs or {}))
+    return model
+
+
+def _compile(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout],
+    input_layouts: Mapping[str, Layout],
+) -> pipeline.Compiled:
+    chosen = pipeline.Options(
+        memory=cast(Any, options.memory),
+        vectors=cast(Any, options.vectors),
+        outputs=cast(Any, options.outputs),
+        pins=options.pin,
+    )
+    return pipeline.compile_program(model, args, kwargs, mesh, chosen, parameter_layouts, input_layouts)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return whole tensors in the original order, on the CPU of rank 0; `{}` elsewhere. Every rank must call it."""
+    session = parallelized(model).session(model)
+    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    whole: dict[str, torch.Tensor] = {}
+    for name, t in tensors.items():
+        value = full_tensor(t)
+        if session is None or session.groups.rank == 0:
+            whole[name] = value.cpu()
+    return whole
+
+
+def _arguments(example_inputs: Any) -> tuple[Any, ...]:
+    if example_inputs is None:
+        return ()
+    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+
+
+def _distribute(model: nn.Module, state: Parallelized) -> None:
+    """Make this process a rank: parameters become DTensors, state dicts convert."""
+    session = state.session(model)
+    if session is None:
+        return
+    model.to(session.device)
+    session.distribute(model, f"{state.original.__qualname__} on mesh {state.mesh} with {state.options}")
+    model.register_state_dict_post_hook(_leave_in_original_order)
+    model.register_load_state_dict_pre_hook(_enter_in_stored_order)
+
+
+def _leave_in_original_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor) and needs_conversion(parameter):
+            state_dict[prefix + name] = to_original(value, cast(Any, parameter).partir_layout)
+
+
+def _enter_in_stored_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+            continue
+        if needs_conversion(parameter) or not isinstance(value, DTensor):
+            state_dict[prefix + name] = to_stored(value, parameter)

@@ -1,0 +1,318 @@
+"""The module: an ordinary `nn.Module` whose forward runs a compiled program, all else as it was.
+
+`parallelize` swaps a subclass in, `type("PartirGPT", (ParallelModule, GPT), ...)`, that overrides only `forward` (and how it is pickled). Programs
+are compiled at the first call of each signature: structure, shapes, dtypes, Python numbers, training flags, grad mode, what
+requires a gradient. Parameter layouts are fixed by the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from partir.errors import PartirError
+from partir.layout import Dim, Layout, Part, dtype_name
+from partir.mesh import Mesh
+from partir.program import Program, Slot
+from partir.runtime.session import Session, device_of, is_distributed
+from partir.runtime.simulated import SimulatedProgram
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of `parallelize`; see there."""
+
+    memory: str = "low"
+    vectors: str = "balanced"
+    outputs: str = "auto"
+    check_inputs: str = "first"
+    pin: Mapping[str, str] = field(default_factory=dict[str, str])
+    rng: str = "exact"
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        legal = {
+            "memory": ("low", "fast"),
+            "vectors": ("balanced", "diagonal"),
+            "outputs": ("auto", "whole", "sharded"),
+            "check_inputs": ("first", "always", "never"),
+            "rng": ("exact", "fast"),
+        }
+        for name, values in legal.items():
+            if getattr(self, name) not in values:
+                raise PartirError(f"{name}={getattr(self, name)!r} is not understood; choose from {', '.join(map(repr, values))}.")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What a module needs of the compiler; `partir.api` gives it, for only it knows the passes.
+
+    Args:
+        compile: (model, args, kwargs, mesh, options, parameter layouts, layouts of DTensor inputs) -> compiled.
+        flatten: (args, kwargs) -> (tensors, structure of the rest).
+        names: (model, structure) -> a name for each of those tensors.
+    """
+
+    compile: Callable[..., Any]
+    flatten: Callable[..., tuple[list[Tensor], Any]]
+    names: Callable[..., list[str]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled signature.
+
+    Args:
+        compiled: the compiler's result.
+        run: takes one tensor an input slot, returns one an output slot.
+    """
+
+    compiled: Any
+    run: Callable[..., tuple[Tensor, ...]]
+
+
+class Parallelized:
+    """What a parallelized module keeps: mesh, options, compiled programs, parameter layouts and the call counter.
+
+    Args:
+        mesh: the ranks.
+        options: what the user asked for.
+        original: the module's own class.
+        compiler: the compiler.
+    """
+
+    def __init__(self, mesh: Mesh, options: Options, original: type[nn.Module], compiler: Compiler) -> None:
+        self.mesh = mesh
+        self.options = options
+        self.original = original
+        self.compiler = compiler
+        self.layouts: dict[str, Layout] = {}
+        self.calls = 0
+        self._programs: dict[Any, Entry] = {}
+        self._session: Session | None = None
+
+    def session(self, model: nn.Module) -> Session | None:
+        """Return this process's rank, None where all ranks are simulated."""
+        if self._session is None and is_distributed(self.mesh):
+            self._session = Session(self.mesh, device_of(model), self.options.timeout)
+        return self._session
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module: compile if the signature is new, then run the program and rebuild what forward returns."""
+        leaves, structure = self.compiler.flatten(args, kwargs)
+        entry, seed = self._entry(model, args, kwargs, leaves, structure)
+        self.calls += 1
+        program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
+        names = dict(zip(self._input_names(model, structure), leaves))
+        results = entry.run(*self._tensors(model, program, traced, names, seed))
+        for index, name in traced.mutated_buffers:
+            _write_buffer(model, name, results[index])
+        return traced.outputs.rebuild(results[: traced.num_outputs])
+
+    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """Compile for some inputs without running."""
+        leaves, structure = self.compiler.flatten(args, kwargs)
+        return self._entry(model, args, kwargs, leaves, structure)[0]
+
+    def _entry(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
+    ) -> tuple[Entry, tuple[int, int]]:
+        """Return the program of a call and the seed and call number, on which all ranks agree."""
+        text = signature(model, leaves, structure.text)
+        key, seed, calls = (text, structure), torch.initial_seed(), self.calls
+        found, session = self._programs.get(key), self.session(model)
+        if session is None:
+            if found is None:
+                found = self._programs[key] = self._simulate(model, self._compile(model, args, kwargs, leaves, structure))
+            return found, (seed, calls)
+        agreed = session.agree_on_call(text, found is not None, _as_int64(seed), calls)
+        if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
+            names = self._input_names(model, structure)
+            plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]
+            session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
+        if not agreed.ready or found is None:
+            found = self._programs[key] = self._distribute(session, model, args, kwargs, leaves, structure, found)
+        return found, (agreed.seed, agreed.calls)
+
+    def _simulate(self, model: nn.Module, compiled: Any) -> Entry:
+        self._keep_layouts(model, compiled.program)
+        return Entry(compiled, SimulatedProgram(compiled.program))
+
+    def _distribute(
+        self,
+        session: Session,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Tensor],
+        structure: Any,
+        known: Entry | None,
+    ) -> Entry:
+        compiled, error = None if known is None else known.compiled, None
+        try:
+            if compiled is None:
+                compiled = self._compile(model, args, kwargs, leaves, structure)
+        except Exception as caught:
+            error = caught
+        session.agreement.succeed("compiling", error)
+        run = session.bind(cast(Any, compiled).program)
+        session.lay(self._keep_layouts(model, cast(Any, compiled).program))
+        return Entry(compiled, run)
+
+    def _compile(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
+    ) -> Any:
+        named = zip(self._input_names(model, structure), leaves)
+        given = {name: layout_of_dtensor(leaf, self.mesh) for name, leaf in named if isinstance(leaf, DTensor)}
+        with original_class(model):
+            return self.compiler.compile(model, args, kwargs, self.mesh, self.options, self.layouts, given)
+
+    def _input_names(self, model: nn.Module, structure: Any) -> list[str]:
+        with original_class(model):
+            return self.compiler.names(model, structure)
+
+    def _keep_layouts(self, model: nn.Module, program: Program) -> list[tuple[nn.Parameter, Layout]]:
+        """Fix the layouts of parameters that had none; return all of the program's."""
+        laid: list[tuple[nn.Parameter, Layout]] = []
+        for slot in program.inputs:
+            if slot.kind == "parameter":
+                self.layouts.setdefault(slot.name, slot.layout)
+                laid.append((model.get_parameter(slot.name), slot.layout))
+        return laid
+
+    def _tensors(
+        self, model: nn.Module, program: Program, traced: Any, inputs: Mapping[str, Tensor], seed: tuple[int, int]
+    ) -> list[Tensor]:
+        constants = {slot.name: slot.value for slot in traced.slots if slot.kind == "constant"}
+        return [_tensor(model, slot, constants, inputs, seed) for slot in program.inputs]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
+        """Copy the state that a copied module changes; programs and groups serve both."""
+        twin = Parallelized(self.mesh, self.options, self.original, self.compiler)
+        twin.layouts, twin.calls = dict(self.layouts), self.calls
+        twin._programs, twin._session = dict(self._programs), self._session
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what only this process can hold: programs are compiled again, groups made again."""
+        return {**self.__dict__, "_programs": {}, "_session": None}
+
+
+class ParallelModule(nn.Module):
+    """The mixin that `parallelize` puts in front of a module's class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _rebuild, (parallelized(self).original,), state
+
+
+def parallelized(model: nn.Module) -> Parallelized:
+    """Return what a parallelized module keeps.
+
+    Raises:
+        PartirError: it is not parallelized.
+    """
+    state = model.__dict__.get("_partir")
+    if state is None:
+        raise PartirError(f"{type(model).__name__} is not parallelized; call partir.parallelize(model, mesh=...) first.")
+    return cast(Parallelized, state)
+
+
+@functools.cache
+def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a module's class whose forward runs the compiled program."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return parallelized(self).call(self, args, kwargs)
+
+    return type(f"Partir{original.__name__}", (ParallelModule, original), {"forward": forward, "__module__": original.__module__})
+
+
+@contextmanager
+def original_class(model: nn.Module) -> Generator[None]:
+    """Give a parallelized module its own class back while it is traced."""
+    swapped = model.__class__
+    model.__class__ = parallelized(model).original
+    try:
+        yield
+    finally:
+        model.__class__ = swapped
+
+
+def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str:
+    """Return the text of all that a compiled program depends on, the same on every rank.
+
+    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)")
+    'tuple(*); inputs cpu torch.float32 [3, 2]; grad on; training all; frozen none'
+    """
+    inputs = ", ".join(_describe(leaf) for leaf in leaves)
+    training = [name for name, module in model.named_modules() if module.training]
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    everything = len(training) == sum(1 for _ in model.modules())
+    modes = "all" if everything else ", ".join(name or "root" for name in training) or "none"
+    grad = "on" if torch.is_grad_enabled() else "off"
+    return f"{structure}; inputs {inputs}; grad {grad}; training {modes}; frozen {', '.join(frozen) or 'none'}"
+
+
+def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:
+    """Return the layout that a DTensor's placements mean.
+
+    Raises:
+        PartirError: its DeviceMesh has other dims than the mesh, or a placement is not plain.
+    """
+    names, axes = t.device_mesh.mesh_dim_names or (), [[] for _ in range(t.dim())]
+    for name, size, placement in zip(names, t.device_mesh.shape, t.placements):
+        if mesh[name] != size or not (placement.is_replicate() or placement.is_shard()):
+            raise PartirError(f"a DTensor input is {placement} over {name}={size}; the mesh is {mesh}: use Shard or Replicate on its axes.")
+        if placement.is_shard() and size > 1:
+            axes[cast(Any, placement).dim % t.dim()].append(name)
+    if not names:
+        raise PartirError("a DTensor input's DeviceMesh has no dim names; name them as the mesh's axes.")
+    return Layout(dtype_name(t.dtype), tuple(Dim((Part(n, tuple(a)),)) for n, a in zip(t.shape, axes)))
+
+
+def _describe(leaf: Tensor) -> str:
+    text = f"{leaf.device} {leaf.dtype} {list(leaf.shape)}" + (" requires grad" if leaf.requires_grad else "")
+    return text + (f" {leaf.placements} on {leaf.device_mesh.mesh_dim_names}" if isinstance(leaf, DTensor) else "")
+
+
+def _tensor(
+    model: nn.Module, slot: Slot, constants: Mapping[str, Tensor | None], inputs: Mapping[str, Tensor], seed: tuple[int, int]
+) -> Tensor:
+    if slot.kind == "parameter":
+        return model.get_parameter(slot.name)
+    if slot.kind == "buffer":
+        return model.get_buffer(slot.name)
+    if slot.kind == "seed":
+        return torch.tensor([_as_int64(seed[0]), seed[1]], dtype=torch.int64, device=_device(model))
+    found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
+    assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
+    return found
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _as_int64(seed: int) -> int:
+    """Fold an unsigned 64-bit seed into the signed numbers that a tensor holds."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _write_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    with torch.no_grad():
+        model.get_buffer(name).copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def _rebuild(original: type[nn.Module]) -> nn.Module:
+    made = parallel_class(original)
+    return made.__new__(made)

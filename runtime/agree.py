@@ -1,0 +1,124 @@
+"""Agreement: ranks compare what they are about to do, so that a difference is an error on all of them and never a wrong number.
+
+Each comparison is one message of three numbers a rank on a CPU group: an 8-byte hash, and this rank's seed and call counter (rank 0's
+are used by all). Only when hashes differ do the texts behind them travel, to say what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partir.errors import RankError
+from partir.runtime.groups import Groups
+from partir.runtime.transport import Call, Transport
+
+SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a comparison settled.
+
+    Args:
+        seed: rank 0's seed.
+        calls: rank 0's call counter.
+        ready: whether every rank said that it was ready.
+    """
+
+    seed: int
+    calls: int
+    ready: bool
+
+
+class Agreement:
+    """Compares one rank's texts with the others'.
+
+    Args:
+        groups: process groups over the mesh.
+        transport: sends on the CPU.
+    """
+
+    def __init__(self, groups: Groups, transport: Transport) -> None:
+        self._group = groups.control()
+        self._transport = transport
+
+    def compare(self, what: str, text: str, *, ready: bool = True, seed: int = 0, calls: int = 0) -> Agreed:
+        """Raise on every rank if a text differs among them.
+
+        Args:
+            what: what is compared, for the error: "the signature of a call".
+            text: this rank's.
+            ready: a flag that travels with it.
+            seed: this rank's seed.
+            calls: this rank's call counter.
+
+        Raises:
+            RankError: texts differ; the message lists them by rank.
+        """
+        if self._group.size == 1:
+            return Agreed(seed, calls, ready)
+        # The lowest bit is the flag, so that hash and flag are 8 bytes.
+        number = (_hash(f"{what}\n{text}") & ~1) | int(ready)
+        mine = torch.tensor([number, seed, calls], dtype=torch.int64)
+        where = Call("agreement", "all", f"comparison of {what}", "agreed", counted=False)
+        rows = self._transport.wait(self._transport.gather_rows(mine, self._group, where)).tolist()
+        if any((row[0] ^ number) & ~1 for row in rows):
+            raise RankError(_difference(what, self._texts(f"{what}: {text}")))
+        return Agreed(rows[0][1], rows[0][2], all(row[0] & 1 for row in rows))
+
+    def succeed(self, what: str, error: Exception | None) -> None:
+        """Tell the others whether a step worked here, and raise everywhere if it did not somewhere.
+
+        Raises:
+            Exception: this rank's own error.
+            RankError: another rank's.
+        """
+        if self.compare(what, "", ready=error is None).ready:
+            return
+        texts = self._texts("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        raise RankError(f"{what} failed on other ranks:\n    " + "\n    ".join(failed))
+
+    def _texts(self, mine: str) -> list[str]:
+        texts: list[str | None] = [None] * self._group.size
+        dist.all_gather_object(texts, mine, group=self._group.process_group)
+        return [text or "" for text in texts]
+
+
+def content_hash(tensors: Sequence[Tensor]) -> str:
+    """Return a hash of what tensors hold."""
+    digest = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        raw = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().data)
+    return digest.hexdigest()
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _difference(what: str, texts: Sequence[str]) -> str:
+    """Say which ranks differ from the most common text, and show each text once."""
+    counts = Counter(texts)
+    usual = max(counts, key=lambda text: (counts[text], -texts.index(text)))
+    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    lines = [f"    {_ranks([r for r, t in enumerate(texts) if t == text])}: {text}" for text in counts]
+    return (
+        f"{what} differs between ranks: {_ranks(odd)} from the others. Every rank must pass the same global batch and run the "
+        "same code.\n" + "\n".join(lines)
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (", ..." if len(ranks) > SHOWN_RANKS else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

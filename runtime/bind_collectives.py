@@ -1,0 +1,222 @@
+"""Bind a program's collectives to process groups: each becomes a start and a wait.
+
+    Before: %g = partir.all_gather(%x, axis=y, dim=0)
+    After:  %g_start = start_all_gather_y(%x) ... %g = wait(%g_start)
+
+Requires: a forward or backward graph of one rank, collectives named by axes.
+Ensures: no op of the namespace partir remains; a start comes as soon as its operand exists, but at most `AHEAD` messages are under
+way, so that memory holds no more than that; a wait comes right before the first use. The order of all else is kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from partir.collectives import addressing, lockstep
+from partir.graph import arguments, collective_name, is_collective
+from partir.mesh import Mesh
+from partir.runtime.groups import Group, Groups
+from partir.runtime.transport import Call, Pending, Transport
+
+AHEAD = 4
+LOCAL = ("slice", "zero_pad", "spread", "settle", "once", "coordinate")
+
+Start = Callable[..., Pending]
+
+
+def bind_collectives(program: GraphModule, stage: str, groups: Groups, transport: Transport) -> GraphModule:
+    """Return a copy of one rank's graph whose generated code sends and receives."""
+    graph = Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    for node in list(graph.nodes):
+        if is_collective(node):
+            _bind_node(graph, node, stage, groups, transport)
+    graph.eliminate_dead_code()
+    _start_early_wait_late(graph)
+    graph.lint()
+    return GraphModule(program, graph, f"{stage.capitalize()}OfOneRank")
+
+
+def collective_axes(program: GraphModule) -> list[tuple[str, ...]]:
+    """Return the axes of every group that a graph needs, in the order of first use."""
+    named = [_named_arguments(node)["axis"] for node in program.graph.nodes if is_collective(node)]
+    return list(dict.fromkeys(addressing.split_axes(axis) for axis in named))
+
+
+def _bind_node(graph: Graph, node: Node, stage: str, groups: Groups, transport: Transport) -> None:
+    op, named = collective_name(node), _named_arguments(node)
+    operand = named.pop("t", named.pop("ts", None))
+    group = groups.over(addressing.split_axes(named["axis"]))
+    with graph.inserting_before(node):
+        if op in LOCAL or group.size == 1:
+            local = _named_like(_local(op, group, named), f"{op}_here")
+            bound = graph.call_function(local, () if operand is None else (operand,))
+        else:
+            call = Call(op, named["axis"], stage, node.name)
+            start = _named_like(_start(op, group, groups.mesh, transport, call, named), f"start_{op}_{call.axis}")
+            started = graph.call_function(start, (operand,), name=f"{node.name}_start")
+            bound = graph.call_function(transport.wait, (started,))
+            started.meta["message"] = "start"
+            bound.meta["message"] = "wait"
+    name = node.name
+    bound.meta = {**node.meta, **bound.meta}
+    node.replace_all_uses_with(bound)
+    graph.erase_node(node)
+    bound.name = name
+
+
+def _named_arguments(node: Node) -> dict[str, Any]:
+    schema: Any = node.target
+    defaults = {argument.name: argument.default_value for argument in schema._schema.arguments}
+    given = {argument.name: value for argument, value in zip(schema._schema.arguments, node.args)}
+    return {**defaults, **given, **node.kwargs}
+
+
+def _local(op: str, group: Group, named: dict[str, Any]) -> Callable[..., Any]:
+    """Return what an op does without a message: on this rank alone, or in a group of one."""
+    index, size = group.index, group.size
+    if op == "coordinate":
+        return lambda: lockstep.coordinate(index, named["device"])
+    if op == "once" and index > 0:
+        return lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)
+    if size == 1 or op in ("spread", "settle", "once"):
+        return lambda t: t
+    if op == "slice":
+        return lambda t: _take(t, named["dim"], named["blocks"], index, size)
+    assert op == "zero_pad", op
+    return lambda t: lockstep.zero_pad(t, index, size, named["dim"], named["blocks"])
+
+
+def _start(op: str, group: Group, mesh: Mesh, transport: Transport, call: Call, named: dict[str, Any]) -> Start:
+    if op in ("all_gather", "all_gather_same"):
+        return lambda t: _start_gather(t, group, transport, call, named["dim"], named["blocks"])
+    if op == "reduce_scatter":
+        return lambda t: transport.scatter_sum(_cut(t, group, named["dim"], named["blocks"]), group, call)
+    if op == "all_reduce":
+        return lambda t: transport.reduce(t, group, named["op"], call)
+    if op == "all_to_all":
+        places = (named["src"], named["dst"], named["src_blocks"], named["dst_blocks"])
+        return lambda t: _start_all_to_all(t, group, transport, call, *places)
+    if op == "all_gather_bucket":
+        return lambda ts: _start_gather_bucket(ts, group, transport, call)
+    if op == "reduce_scatter_bucket":
+        return lambda ts: _start_scatter_bucket(ts, group, transport, call)
+    assert op in ("broadcast", "reduce_to"), op
+    root = mesh.coordinate(group.ranks[group.index]).get(named["root"], 0)
+    send = transport.broadcast if op == "broadcast" else transport.reduce_to
+    return lambda t: send(t, group, root, call)
+
+
+def _then(pending: Pending, change: Callable[[Any], Any]) -> Pending:
+    received = pending.finish
+    pending.finish = lambda: change(received())
+    return pending
+
+
+def _start_gather(t: Tensor, group: Group, transport: Transport, call: Call, dim: int, blocks: int) -> Pending:
+    in_place = dim % t.dim() == 0 and blocks == 1 and not group.order
+
+    def join(rows: Tensor) -> Tensor:
+        return rows.flatten(0, 1) if in_place else addressing.join(group.by_member(rows), dim, blocks)
+
+    return _then(transport.gather_rows(t, group, call), join)
+
+
+def _start_all_to_all(
+    t: Tensor, group: Group, transport: Transport, call: Call, src: int, dst: int, src_blocks: int, dst_blocks: int
+) -> Pending:
+    pieces = addressing.exchange_pieces(t, group.size, src, dst, src_blocks, dst_blocks)
+    pending = transport.exchange_rows(torch.stack(group.by_rank(pieces)), group, call)
+    return _then(
+        pending, lambda rows: addressing.exchange_join(group.by_member(rows), src, dst, src_blocks, dst_blocks)
+    )
+
+
+def _start_gather_bucket(ts: list[Tensor], group: Group, transport: Transport, call: Call) -> Pending:
+    shapes = [(t.shape[0] * group.size, *t.shape[1:]) for t in ts]
+    pending = transport.gather_rows(addressing.pack(ts, 1), group, call)
+    return _then(pending, lambda rows: addressing.unpack(_ordered(rows, group), shapes, group.size))
+
+
+def _start_scatter_bucket(ts: list[Tensor], group: Group, transport: Transport, call: Call) -> Pending:
+    shapes = [(t.shape[0] // group.size, *t.shape[1:]) for t in ts]
+    rows = addressing.pack(ts, group.size).view(group.size, -1)
+    sent = torch.stack(group.by_rank(list(rows.unbind(0)))) if group.order else rows
+    return _then(transport.scatter_sum(sent, group, call), lambda total: addressing.unpack(total, shapes, 1))
+
+
+def _ordered(rows: Tensor, group: Group) -> Tensor:
+    return torch.stack(group.by_member(rows)) if group.order else rows
+
+
+def _cut(t: Tensor, group: Group, dim: int, blocks: int) -> Tensor:
+    """Return one row a member, as the process group orders them: `[.., blocks*size*n, ..] -> [size, .., blocks*n, ..]`."""
+    dim = dim % t.dim()
+    length = t.shape[dim] // (blocks * group.size)
+    pieces = t.unflatten(dim, (blocks, group.size, length)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    return torch.stack(group.by_rank(list(pieces.unbind(0)))) if group.order else pieces.contiguous()
+
+
+def _take(t: Tensor, dim: int, blocks: int, index: int, size: int) -> Tensor:
+    if blocks > 1:
+        return lockstep.slice(t, index, size, dim, blocks)
+    length = t.shape[dim] // size
+    return t.narrow(dim, index * length, length).contiguous()
+
+
+def _named_like(function: Callable[..., Any], name: str) -> Any:
+    """Name a bound function, so that the generated code reads as the program does."""
+    function.__name__ = function.__qualname__ = name.replace(".", "_")
+    return function
+
+
+def _start_early_wait_late(graph: Graph) -> None:
+    """Order the nodes anew: a start once its operands exist, a wait right before its first use, the rest as it was."""
+    schedule = _Schedule(graph)
+    for node in schedule.before:
+        if node.op == "placeholder":
+            schedule.emit(node)
+    for node in schedule.before:
+        if node.op != "placeholder" and "message" not in node.meta:
+            schedule.need(node)
+    for earlier, later in zip(schedule.order, schedule.order[1:]):
+        earlier.append(later)
+
+
+class _Schedule:
+    """The new order, as it grows."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.before = list(graph.nodes)
+        self.order: list[Node] = []
+        self._place = {node: index for index, node in enumerate(self.before)}
+        self._done: set[Node] = set()
+        self._ready: list[tuple[int, Node]] = []
+        self._under_way = 0
+
+    def need(self, node: Node) -> None:
+        """Emit a node, what it waits for before it, and afterwards the starts that may follow."""
+        if node in self._done:
+            return
+        for operand in node.all_input_nodes:
+            self.need(operand)
+        self.emit(node)
+        while self._ready and self._under_way < AHEAD:
+            self.emit(heapq.heappop(self._ready)[1])
+
+    def emit(self, node: Node) -> None:
+        """Append a node whose operands are there."""
+        if node in self._done:
+            return
+        self._done.add(node)
+        self.order.append(node)
+        self._under_way += {"start": 1, "wait": -1}.get(str(node.meta.get("message")), 0)
+        for user in node.users:
+            if user.meta.get("message") == "start" and all(operand in self._done for operand in user.all_input_nodes):
+                heapq.heappush(self._ready, (self._place[user], user))

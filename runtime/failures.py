@@ -1,0 +1,122 @@
+"""Rank death: every wait ends, and the error says who stopped, where and why.
+
+gloo tells a rank when a member of its own group is gone. The others would wait for that rank, so a rank that stops says so in
+the store of torch.distributed, and whoever waits looks there every two seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from partir.errors import RankError
+
+LOOK_EVERY = timedelta(seconds=2)
+LISTEN_SECONDS = 5.0
+
+
+class Failures:
+    """What the ranks know of each other's failures.
+
+    Args:
+        rank: this rank.
+        num_ranks: ranks that take part.
+        timeout: the longest that a wait may take.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self.failed = False
+        self._store: Any = dist.PrefixStore("partir/failures", dist.distributed_c10d._get_default_store())
+
+    def wait(self, work: Any, where: str, blocking: bool) -> None:
+        """Wait for a started message.
+
+        Args:
+            work: what torch.distributed returned.
+            where: the node and collective, for the error.
+            blocking: True on the CPU; on an accelerator only the stream waits, and the backend's watchdog ends it.
+
+        Raises:
+            RankError: it failed, took longer than the timeout, or another rank stopped meanwhile.
+        """
+        try:
+            if blocking:
+                self._wait_on_cpu(work)
+            else:
+                work.wait()
+        except RankError as error:
+            raise self.failure(where, str(error)) from None
+        except RuntimeError as error:
+            raise self.failure(where, _first_line(error)) from error
+
+    def _wait_on_cpu(self, work: Any) -> None:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not work.is_completed():
+            try:
+                work.wait(LOOK_EVERY)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if time.monotonic() > deadline:
+                    raise RankError(f"no answer within {self.timeout.total_seconds():.0f} s") from None
+                if self._anyone():
+                    raise RankError("another rank stopped") from None
+        work.wait()
+
+    def failure(self, where: str, cause: str) -> RankError:
+        """Tell the others that this rank stops, hear who else did, and return the error to raise."""
+        self.report(f"stopped at {where}: {cause}")
+        told = self._listen()
+        silent = [rank for rank in range(self.num_ranks) if rank != self.rank and rank not in told]
+        message = f"rank {self.rank} stopped at {where}: {cause}."
+        if silent:
+            message += f" No word from rank {', '.join(map(str, silent))}: it died or hangs."
+        message += "".join(f"\n    rank {rank} {text}" for rank, text in sorted(told.items()))
+        return RankError(message)
+
+    def report(self, text: str) -> None:
+        """Leave word for the other ranks that this one stops."""
+        self.failed = True
+        try:
+            self._store.set(str(self.rank), text)
+            self._store.set("any", str(self.rank))
+        except Exception:
+            # The store's own process may be the dead one; the error at hand matters more.
+            return
+
+    def _anyone(self) -> bool:
+        try:
+            return bool(self._store.check(["any"]))
+        except Exception:
+            return True
+
+    def _listen(self) -> dict[int, str]:
+        told: dict[int, str] = {}
+        deadline = time.monotonic() + LISTEN_SECONDS
+        while len(told) < self.num_ranks - 1:
+            for rank in range(self.num_ranks):
+                if rank != self.rank and rank not in told:
+                    text = self._read(rank)
+                    if text is not None:
+                        told[rank] = text
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return told
+
+    def _read(self, rank: int) -> str | None:
+        try:
+            return self._store.get(str(rank)).decode() if self._store.check([str(rank)]) else None
+        except Exception:
+            return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

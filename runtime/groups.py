@@ -1,0 +1,154 @@
+"""Process groups: one for each distinct set of ranks, shared by every model of this process.
+
+`torch.distributed` orders a group by rank. A group over `z.x` is row-major over z, then x, which may be another
+order: `Group.order` says which row of a message belongs to which member.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from partir.layout import Layout
+from partir.mesh import Mesh
+
+PARAMETER_AXES = ("data", "y", "z", "x")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that differ only along some axes, as one of them sees them.
+
+    Args:
+        process_group: torch's group, None for a group of one.
+        ranks: members, row-major over the axes in the order asked for.
+        index: this rank's place among them.
+        order: for each member its row in a message of the process group; empty when it is the same.
+    """
+
+    process_group: Any
+    ranks: tuple[int, ...]
+    index: int
+    order: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def by_rank(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Reorder one tensor a member into the rows of a message."""
+        if not self.order:
+            return list(pieces)
+        rows = [pieces[0]] * len(pieces)
+        for member, row in enumerate(self.order):
+            rows[row] = pieces[member]
+        return rows
+
+    def by_member(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Reorder the rows of a message, `[size, ...]`, into one tensor a member."""
+        return [rows[row] for row in self.order] if self.order else list(rows.unbind(0))
+
+
+# One dict for each default group, so that groups go when torch.distributed is shut down and begun anew.
+_made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+
+_redistribute = logging.getLogger("torch.distributed.tensor._redistribute")
+
+
+def _is_no_advice_to_flatten(entry: logging.LogRecord) -> bool:
+    """Drop torch's advice to flatten the parameters' DeviceMesh: that gives rows in a wrong order."""
+    return "flatten mesh dimensions" not in entry.getMessage()
+
+
+class Groups:
+    """Groups over a mesh's axes for one rank.
+
+    Every rank asks for the same groups in the same order: making one waits for its members.
+
+    Args:
+        mesh: the ranks, row-major over the default group.
+        device: where the program runs; its backend moves the data.
+        timeout: the longest that any wait may take.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta | None = None) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.rank = dist.get_rank()
+        self.timeout = timeout or _default_timeout(device)
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        _redistribute.addFilter(_is_no_advice_to_flatten)
+
+    def over(self, axes: Sequence[str]) -> Group:
+        """Return this rank's group over ``axes``, row-major in their order."""
+        key = tuple(axes)
+        if key not in self._groups:
+            ranks = self.mesh.group(self.rank, key)
+            ordered = sorted(ranks)
+            order = () if ordered == list(ranks) else tuple(ordered.index(rank) for rank in ranks)
+            made = self._process_group(ranks) if len(ranks) > 1 else None
+            self._groups[key] = Group(made, ranks, ranks.index(self.rank), order)
+        return self._groups[key]
+
+    def control(self) -> Group:
+        """Return the group of all ranks whose messages stay on the CPU."""
+        ranks = tuple(range(self.mesh.size))
+        return Group(self._process_group(ranks, "gloo") if len(ranks) > 1 else None, ranks, self.rank)
+
+    def device_mesh(self, layout: Layout | None = None) -> DeviceMesh:
+        """Return the DeviceMesh on which ``layout`` is plain `Shard` placements; by default the parameters' one."""
+        names = _mesh_order(self.mesh, layout)
+        if names not in self._device_meshes:
+            self._device_meshes[names] = self._make_device_mesh(names)
+        return self._device_meshes[names]
+
+    def _make_device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        ranks = torch.arange(self.mesh.size, dtype=torch.int).view(self.mesh.sizes)
+        ranks = ranks.permute([self.mesh.names.index(name) for name in names]).contiguous()
+        members = [self._process_group(self.mesh.group(self.rank, (name,))) for name in names]
+        return DeviceMesh.from_group(members, self.device.type, ranks, mesh_dim_names=names)
+
+    def _process_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+        made = _made.setdefault(dist.group.WORLD, {})
+        key = (tuple(sorted(ranks)), backend, self.timeout)
+        if key not in made:
+            made[key] = dist.new_group(
+                sorted(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
+            )
+        return made[key]
+
+
+def backend_name(process_group: Any, device: torch.device) -> str:
+    """Return the backend ("gloo", "nccl") that moves a device's tensors in a group."""
+    return str(process_group._get_backend(device).name())
+
+
+def _default_timeout(device: torch.device) -> timedelta:
+    """Return the timeout that the user gave to `init_process_group`."""
+    options = getattr(cast(Any, dist.group.WORLD)._get_backend(device), "options", None)
+    return getattr(options, "_timeout", dist.default_pg_timeout)
+
+
+def _mesh_order(mesh: Mesh, layout: Layout | None) -> tuple[str, ...]:
+    """Order the mesh's axes so that each dim's axes appear major to minor, near the parameters' order."""
+    left = [axis for axis in PARAMETER_AXES if axis in mesh.names]
+    before: set[tuple[str, str]] = set()
+    for dim in layout.dims if layout else ():
+        before.update(zip(dim.all_axes, dim.all_axes[1:]))
+    order: list[str] = []
+    while left:
+        free = [axis for axis in left if not any(minor == axis and major in left for major, minor in before)]
+        order.append((free or left)[0])
+        left.remove(order[-1])
+    return tuple(order)

@@ -1,0 +1,93 @@
+"""What one rank keeps for all its programs: groups, transport, agreement, parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partir.errors import MeshError
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.program import Program
+from partir.runtime.agree import Agreed, Agreement, content_hash
+from partir.runtime.distributed import DistributedProgram
+from partir.runtime.failures import Failures
+from partir.runtime.groups import Groups
+from partir.runtime.parameters import Parameters
+from partir.runtime.transport import Transport
+
+
+def is_distributed(mesh: Mesh) -> bool:
+    """Return whether this process is one rank of the mesh (True), or runs all of them (False).
+
+    Raises:
+        MeshError: the world size is neither 1 nor the mesh's.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    world = dist.get_world_size()
+    if world not in (1, mesh.size):
+        raise MeshError(
+            f"world size {world} does not fit mesh {mesh} of {mesh.size} ranks: start {mesh.size} processes, or one to simulate."
+        )
+    return world == mesh.size
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that this rank runs on: `cuda:LOCAL_RANK` under nccl, else where the model is."""
+    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+class Session:
+    """One rank of a mesh. Every rank makes it at the same time.
+
+    Args:
+        mesh: the ranks.
+        device: where this one runs.
+        timeout: the longest wait; by default that of `init_process_group`.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta | None) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.groups = Groups(mesh, device, timeout)
+        self.failures = Failures(self.groups.rank, mesh.size, self.groups.timeout)
+        self.transport = Transport(self.groups.rank, device, self.failures)
+        self.agreement = Agreement(self.groups, Transport(self.groups.rank, torch.device("cpu"), self.failures))
+        self.parameters = Parameters(mesh, self.groups)
+
+    def distribute(self, model: nn.Module, description: str) -> None:
+        """Check that every rank parallelizes the same model in the same way, and give all of them rank 0's values."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        shapes = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in named)
+        self.agreement.compare("the model to parallelize", f"{description}; {shapes}")
+        self.parameters.distribute(model)
+
+    def agree_on_call(self, signature: str, ready: bool, seed: int, calls: int) -> Agreed:
+        """Compare the signature of a call; `ready` says that this rank has its program."""
+        return self.agreement.compare("the signature of a call", signature, ready=ready, seed=seed, calls=calls)
+
+    def agree_on_contents(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Compare what the inputs hold."""
+        hashes = ", ".join(f"{name} {list(t.shape)} hash {content_hash([t])}" for name, t in zip(names, tensors))
+        self.agreement.compare("the contents of the inputs", hashes)
+
+    def bind(self, program: Program) -> DistributedProgram:
+        """Return a program ready to run; every rank binds the same one."""
+        text = "\n".join([*map(str, program.inputs), *map(str, program.outputs), program.forward.code])
+        text += program.backward.code if program.backward is not None else ""
+        self.agreement.compare("the compiled program", text)
+        return DistributedProgram(program, self.groups, self.transport)
+
+    def lay(self, named: Sequence[tuple[nn.Parameter, Layout]]) -> None:
+        """Give parameters the layouts of a program, in place."""
+        for parameter, layout in named:
+            self.parameters.lay(parameter, layout)
