@@ -35,12 +35,14 @@ class Call:
         binding: factors of each dim.
         factors: sub-dims of each factor.
         unsplit: factors that may not be split here.
+        maxima: factors whose split leaves a pending maximum, which has no gradient: none where the result has one.
         inputs, outputs: fake tensors with global shapes.
     """
 
     binding: Binding
     factors: Mapping[str, tuple[SubDim, ...]]
     unsplit: frozenset[str]
+    maxima: frozenset[str]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
 
@@ -52,7 +54,8 @@ class Call:
         if grad:
             unsplit |= frozenset(name for name in binding.maxima if name not in binding.splits)
         inputs = tuple(operand.meta["val"] for operand in operands(node))
-        return cls(binding, node.meta["factors"], frozenset(unsplit - set(binding.splits)), inputs, results_of(node))
+        maxima = frozenset() if grad else binding.maxima
+        return cls(binding, node.meta["factors"], frozenset(unsplit - set(binding.splits)), maxima, inputs, results_of(node))
 
     def subfactors(self, names: Iterable[str]) -> list[SubFactor]:
         """Return the (factor, sub-dim) pairs of factors, in order."""
@@ -154,7 +157,7 @@ def _result(
     dims = _dims(call, names, tensor, assignment)
     split = {axis for dim in dims for axis in dim.all_axes}
     sums = [axis for axis in split_axes(assignment, call.binding.sums) if axis not in split and mesh[axis] > 1]
-    maxima = [axis for axis in split_axes(assignment, call.binding.maxima) if axis not in split and mesh[axis] > 1]
+    maxima = [axis for axis in split_axes(assignment, call.maxima) if axis not in split and mesh[axis] > 1]
     pending = tuple((axis, "sum") for axis in sums) + tuple((axis, "max") for axis in maxima)
     used = {axis for axes in assignment.values() for axis in axes}
     rest = [axis for axis in mesh.split_axes() if axis not in {*split, *sums, *maxima}]

@@ -32,14 +32,14 @@ def verify_graph(graph_module: GraphModule, mesh: Mesh, stage: str) -> None:
     """Check a graph whose nodes have layouts.
 
     Args:
-        stage: "annotated" (choices only), "lowered" (collectives inserted; sizes global or local).
+        stage: "annotated" (choices only), "collectives" (inserted; recipes still to be expanded), "lowered".
 
     Raises:
         VerifyError: names the pass's stage, the node, the user's line and the law that is broken.
     """
     checks = [check_lint, check_layouts]
     if stage != "annotated":
-        checks += [check_collectives, check_calls, check_outputs]
+        checks += [check_collectives, check_calls if stage == "lowered" else check_calls_before_recipes, check_outputs]
     for check in checks:
         for node, reason in check(graph_module, mesh):
             where = f"{source_line(node.meta)}: %{node.name}: " if node is not None else ""
@@ -75,7 +75,7 @@ def check_layouts(graph_module: GraphModule, mesh: Mesh) -> Reasons:
 def check_collectives(graph_module: GraphModule, mesh: Mesh) -> Reasons:
     """Each collective alone: what it makes of its operand's layout is its own layout."""
     for node in graph_module.graph.nodes:
-        if not is_collective(node) or collective_name(node) in ("coordinate", "check_index"):
+        if not is_collective(node) or collective_name(node) == "coordinate":
             continue
         operand: Any = [layout_of(o).strip(mesh) for o in operands(node)]
         if not collective_name(node).endswith("_bucket"):
@@ -101,7 +101,16 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def check_calls(graph_module: GraphModule, mesh: Mesh) -> Reasons:
-    """Operands of a local call may meet, and its result has the type that follows."""
+    """Operands of a local call may meet, its result has the type that follows, and no op runs on a part of what it needs whole."""
+    yield from _check_calls(graph_module, mesh, recipes=False)
+
+
+def check_calls_before_recipes(graph_module: GraphModule, mesh: Mesh) -> Reasons:
+    """As check_calls, where calls that have a recipe may still be split."""
+    yield from _check_calls(graph_module, mesh, recipes=True)
+
+
+def _check_calls(graph_module: GraphModule, mesh: Mesh, recipes: bool) -> Reasons:
     for node in graph_module.graph.nodes:
         if is_getitem(node):
             yield from _check_getitem(node, mesh)
@@ -115,7 +124,7 @@ def check_calls(graph_module: GraphModule, mesh: Mesh) -> Reasons:
         claimed = layouts_of(node)
         outputs = [torch.empty(layout.shape, dtype=DTYPES[layout.dtype], device="meta") for layout in claimed]
         try:
-            expected = infer(binding, layouts, outputs, [layout.grad for layout in claimed], mesh, claimed)
+            expected = infer(binding, layouts, outputs, [layout.grad for layout in claimed], mesh, claimed, recipes)
         except PartirError as error:
             yield node, str(error)
             continue

@@ -39,6 +39,7 @@ def infer(
     grads: Sequence[bool],
     mesh: Mesh,
     results: Sequence[Layout] = (),
+    recipes: bool = False,
 ) -> tuple[Layout, ...]:
     """Return the layouts of a call's results.
 
@@ -47,13 +48,14 @@ def infer(
         layouts: its operands' layouts.
         outputs: (fake) results with global shapes.
         grads: whether each result has a gradient.
+        recipes: whether factors may be split that the op itself needs whole, its rule having a recipe that will replace it.
         results: the layouts claimed for the results; they decide only how factors that no operand has are split.
 
     Raises:
         TypeRuleError: the operands' layouts may not meet in this call.
     """
     layouts = [layout.strip(mesh) for layout in layouts]
-    call = _call(binding, layouts, outputs, results, any(grads))
+    call = _call(binding, layouts, outputs, results, any(grads), recipes)
     passing = _pass_through(binding, layouts)
     shown = [_settled(layout, passing) for layout in layouts]
     assignment = _assignment(call, shown, results, mesh)
@@ -66,7 +68,12 @@ def infer(
 
 
 def _call(
-    binding: Binding, layouts: Sequence[Layout], outputs: Sequence[torch.Tensor], results: Sequence[Layout], grad: bool
+    binding: Binding,
+    layouts: Sequence[Layout],
+    outputs: Sequence[torch.Tensor],
+    results: Sequence[Layout],
+    grad: bool,
+    recipes: bool,
 ) -> Call:
     pieces = {name: [Piece(size)] for name, size in binding.sizes.items()}
     tied = [*zip(binding.operands, layouts), *zip(binding.results, results)]
@@ -78,12 +85,13 @@ def _call(
         wanted = leaves([piece for name in names for piece in pieces[name]])
         if [id(p) for p in wanted] != [id(p) for p in leaves(dim)]:
             broken.update(names)
-    unsplit = binding.whole | broken
-    if grad:
-        unsplit |= binding.maxima
+    maxima = frozenset[str]() if grad else binding.maxima
+    unsplit = binding.whole | broken | (binding.maxima - maxima)
+    splits = frozenset(binding.splits) - maxima
+    unsplit = unsplit - splits if recipes else unsplit | splits
     inputs = tuple(torch.empty(layout.shape, dtype=DTYPES[layout.dtype], device="meta") for layout in layouts)
     factors = {name: frozen(dim) for name, dim in pieces.items()}
-    return Call(binding, factors, frozenset(unsplit - set(binding.splits)), inputs, tuple(outputs))
+    return Call(binding, factors, frozenset(unsplit), maxima, inputs, tuple(outputs))
 
 
 def _assignment(

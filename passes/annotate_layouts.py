@@ -198,7 +198,8 @@ class _Annotator:
         product = call.binding.product
         assert product is not None
         groups = {"m": product.m, "k": product.k, "n": product.n}
-        for state in sorted(self.placement.states, key=lambda state: state != self.placement.start):
+        start = self.placement.lookup_start if call.binding.index else self.placement.start
+        for state in sorted(self.placement.states, key=lambda state: state != start):
             law = self.placement.states[state]
             assignment: dict[SubFactor, tuple[str, ...]] = {}
             for letter in ("k", "n", "m"):

@@ -137,7 +137,7 @@ def _is_identity(node: Node, mesh: Mesh) -> bool:
         return op_name(node) in ("aten::detach", "aten::alias")
     if name in IDENTITIES:
         return True
-    lone = name not in ("coordinate", "check_index", "all_gather_bucket", "reduce_scatter_bucket")
+    lone = name not in ("coordinate", "all_gather_bucket", "reduce_scatter_bucket")
     return lone and mesh.extent(split_axes(cast(str, node.args[1]))) == 1
 
 

@@ -111,7 +111,7 @@ def compile_program(
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
     run.texts["annotated"] = graph_text(annotated, {name: slot.name for name, slot in slots.items()})
     sharded = _sharded_outputs(annotated, traced, options.outputs, training)
-    graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "lowered")
+    graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh), "lowered")
     lowered = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")

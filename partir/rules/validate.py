@@ -53,7 +53,9 @@ def _check_places(form: sx.Form, source: Source) -> None:
                     raise source.error(f"unknown attribute `{name}`; this op has {_spell(attributes)}", name)
             for factor in item.factors:
                 if factor.endswith("'") and not pattern.listed:
-                    raise source.error(f"`{factor}` differs in each tensor of a list, and `{pattern.name}` is no list", factor)
+                    raise source.error(
+                        f"`{factor}` differs in each tensor of a list, and `{pattern.name}` is no list", factor
+                    )
 
 
 def _check_clause(clause: sx.Clause, form: sx.Form, source: Source) -> None:
@@ -87,7 +89,9 @@ def _check_clause(clause: sx.Clause, form: sx.Form, source: Source) -> None:
             _check_operands([name for name, _, _ in tensors], operands, source)
             for name, _ in values:
                 if name not in attribute_names(form) | operands:
-                    raise source.error(f"unknown parameter `{name}`; this op has {_spell(attribute_names(form) | operands)}", name)
+                    raise source.error(
+                        f"unknown parameter `{name}`; this op has {_spell(attribute_names(form) | operands)}", name
+                    )
         case _:
             pass
 
@@ -123,7 +127,9 @@ def _check_condition(condition: ex.Expression | None, form: sx.Form, source: Sou
 
 def _check_list_function(call: ex.Call, source: Source) -> None:
     if call.function not in (*ex.LIST_FUNCTIONS, "default"):
-        raise source.error(f"unknown function `{call.function}`; known here: {', '.join(ex.LIST_FUNCTIONS)}, default", call.function)
+        raise source.error(
+            f"unknown function `{call.function}`; known here: {', '.join(ex.LIST_FUNCTIONS)}, default", call.function
+        )
 
 
 def _check_values(value: ex.Expression, form: sx.Form, source: Source) -> None:
@@ -138,7 +144,9 @@ def _check_values(value: ex.Expression, form: sx.Form, source: Source) -> None:
         if isinstance(part, ex.Lookup):
             wanted = known if part.kind == "size" else tensors
             if part.names[0] not in wanted:
-                raise source.error(f"unknown name `{part.names[0]}`; {part.kind}[..] knows {_spell(wanted)}", part.names[0])
+                raise source.error(
+                    f"unknown name `{part.names[0]}`; {part.kind}[..] knows {_spell(wanted)}", part.names[0]
+                )
 
 
 def _check_recipe(split: sx.Split, form: sx.Form, source: Source) -> None:
@@ -151,7 +159,9 @@ def _check_recipe(split: sx.Split, form: sx.Form, source: Source) -> None:
     assigned = {name for name, _ in split.statements}
     for pattern in form.results:
         if pattern.name not in assigned:
-            raise source.error(f"the recipe for `{split.factor}` never assigns the result `{pattern.name}`", split.factor)
+            raise source.error(
+                f"the recipe for `{split.factor}` never assigns the result `{pattern.name}`", split.factor
+            )
 
 
 def _check_recipe_part(part: ex.Expression, names: set[str], form: sx.Form, source: Source) -> None:
@@ -187,6 +197,8 @@ def _check_mentions(form: sx.Form, source: Source) -> None:
     seen: dict[str, str] = {}
     for factor, clause, always in _mentioned(form):
         kind = clause.kind if isinstance(clause, sx.Factors) else "split"
+        if {seen.get(factor), kind} == {"max", "split"}:
+            continue  # the maximum where no gradient is wanted, the recipe where one is
         if factor in seen and always:
             raise source.error(f"factor `{factor}` is in two clauses: {seen[factor]} and {kind}", factor)
         if always:
