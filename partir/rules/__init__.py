@@ -1,6 +1,6 @@
 """Rules: how each op may be split, as text; and where the 3-D algorithm puts things, as text too.
 
-`find(op)` returns the `Rule` of an op, `Rule.bind(...)` what it says about one node. The language is described in parser.py.
+`find(op)` returns the `Rule` of an op, `Rule.bind(...)` what it says about one node. parser.py describes the language.
 """
 
 from partir.rules.binding import Binding, Body, MatrixProduct

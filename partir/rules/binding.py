@@ -45,7 +45,8 @@ class Binding:
     operands, results: the factors of each dim of each tensor; ``()`` is a dim of size 1, ``("c", "d")`` a product.
     positions: the schema argument of each operand, and its place when that is a list.
     names: the name that the rule's text gives each operand.
-    attributes: the value of each attribute, by the rule's name; schema_names gives the schema's.
+    attributes: the value of each attribute, by the rule's name (by the schema's for
+        arguments that the rule leaves out); schema_names: rule's name -> schema's.
     sizes: the global size of each factor.
     whole, sums, maxima: factors that stay whole, or leave pending sums or maxima when split; all others are free.
     once: (operand, factors): where one of them is split only the first rank uses the operand.
@@ -62,20 +63,20 @@ class Binding:
     results: tuple[Dims, ...]
     result_names: tuple[tuple[str, int | None], ...]
     sizes: Mapping[str, int]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    schema_names: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    schema_names: Mapping[str, str] = field(default_factory=dict[str, str])
     whole: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
     maxima: frozenset[str] = frozenset()
     once: tuple[tuple[int, frozenset[str]], ...] = ()
     index: tuple[tuple[int, int, str], ...] = ()
     random: bool = False
-    splits: Mapping[str, Body] = field(default_factory=dict)
-    local: Mapping[str, Expression] = field(default_factory=dict)
+    splits: Mapping[str, Body] = field(default_factory=dict[str, Body])
+    local: Mapping[str, Expression] = field(default_factory=dict[str, Expression])
     product: MatrixProduct | None = None
     linear: frozenset[int] = frozenset()
     linear_groups: tuple[frozenset[int], ...] = ()
-    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     flops_expression: Expression | None = None
 
     @cached_property
@@ -99,7 +100,7 @@ class Binding:
         return tuple(prod(sizes[factor] for factor in dim) for dim in dims)
 
     def flops(self) -> sympy.Expr | None:
-        """Return the floating point operations in symbols named like the factors, or None when the rule does not say."""
+        """Return the floating point operations in symbols named like the factors, None where the rule does not say."""
         return None if self.flops_expression is None else _to_sympy(self.flops_expression, self)
 
     def num_flops(self, local_sizes: Mapping[str, int] | None = None) -> int | None:
@@ -132,9 +133,10 @@ class _Sizes:
 
     def _tensors(self, name: str) -> list[tuple[Dims, int | None]]:
         binding = self.binding
-        results = [(dims, place) for dims, (known, place) in zip(binding.results, binding.result_names, strict=True) if known == name]
-        operands = [(d, p[1]) for d, known, p in zip(binding.operands, binding.names, binding.positions, strict=True) if known == name]
-        return results or operands
+        results = zip(binding.results, binding.result_names, strict=True)
+        operands = zip(binding.operands, binding.names, binding.positions, strict=True)
+        found = [(dims, place) for dims, (known, place) in results if known == name]
+        return found or [(dims, place) for dims, known, (_, place) in operands if known == name]
 
     def _listed(self, name: str) -> bool:
         return any(place is not None for _, place in self._tensors(name))
@@ -155,7 +157,8 @@ def _to_sympy(expression: Expression, binding: Binding) -> sympy.Expr:
         case Lookup("size", names):
             return sympy.Mul(*(_symbols(binding.groups.get(name, ())) for name in names))
         case Lookup("numel", (name,)):
-            both = [*zip(binding.results, (n for n, _ in binding.result_names)), *zip(binding.operands, binding.names)]
+            names = [*(known for known, _ in binding.result_names), *binding.names]
+            both = zip((*binding.results, *binding.operands), names, strict=True)
             return sympy.Add(*(_symbols([f for dim in dims for f in dim]) for dims, known in both if known == name))
         case Unary("-", value):
             return -_to_sympy(value, binding)

@@ -1,4 +1,4 @@
-"""Run one op in blocks of one factor, as its rule says, on one machine: the reference that check_rules compares with."""
+"""Run one op in blocks of one factor, as its rule says, on one machine: what check_rules compares with the op."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,9 @@ from partir.rules.recipe import run_body
 Dim = tuple[str, ...]
 
 
-def take(tensor: torch.Tensor, dims: Sequence[Dim], sizes: Mapping[str, int], factor: str, block: int, count: int) -> torch.Tensor:
+def take(
+    tensor: torch.Tensor, dims: Sequence[Dim], sizes: Mapping[str, int], factor: str, block: int, count: int
+) -> torch.Tensor:
     """Return one block of a tensor along a factor (which may be a part of a product dim).
 
     >>> take(torch.arange(6), [("c", "d")], {"c": 3, "d": 2}, "d", 1, 2).tolist()
@@ -61,15 +63,19 @@ def run_in_blocks(
     op: Any, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any], factor: str, kind: str, count: int
 ) -> tuple[torch.Tensor, ...]:
     """Return the op's results, computed in `count` blocks of a factor and put together as `kind` says."""
-    call = _Call(op, binding, dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | dict(kwargs))
+    names = [argument.name for argument in op._schema.arguments]
+    call = _Call(op, binding, dict(zip(names, args, strict=False)) | dict(kwargs))
     if kind == "split":
         parts = _run_recipe(call, factor, count)
     else:
         parts = [call.block(factor, block, count, kind) for block in range(count)]
-    return tuple(_together([part[number] for part in parts], dims, binding, factor, kind) for number, dims in enumerate(binding.results))
+    columns = zip(zip(*parts, strict=True), binding.results, strict=True)
+    return tuple(_together(list(column), dims, binding, factor, kind) for column, dims in columns)
 
 
-def _together(blocks: list[torch.Tensor], dims: Sequence[Dim], binding: Binding, factor: str, kind: str) -> torch.Tensor:
+def _together(
+    blocks: list[torch.Tensor], dims: Sequence[Dim], binding: Binding, factor: str, kind: str
+) -> torch.Tensor:
     kept = any(factor in dim for dim in dims)
     if kind == "max" and not kept:
         return torch.stack(blocks).amax(0)
@@ -108,9 +114,10 @@ class _Call:
         for operand, factors in self.binding.once:
             if factor in factors and block > 0:
                 operands[operand] = operands[operand] * 0
-        results = _tuple(self._run(operands, factor, local))
+        results = as_tuple(self._run(operands, factor, local))
         for ids, inside in masks:
-            results = tuple(self._masked(result, dims, ids, inside) for result, dims in zip(results, self.binding.results, strict=True))
+            pairs = zip(results, self.binding.results, strict=True)
+            results = tuple(self._masked(result, dims, ids, inside) for result, dims in pairs)
         return results
 
     def _run(self, operands: list[torch.Tensor], factor: str, local: int) -> Any:
@@ -133,18 +140,17 @@ class _Call:
         """Zero the results of ids outside the local part: the mask has the dims of the ids."""
         mine = self.binding.operands[ids]
         shape = [1] * len(dims)
-        order: list[int] = []
         for dim in mine:
             place = next((place for place, other in enumerate(dims) if other == dim and dim), None)
             if place is not None:
-                order.append(place)
                 shape[place] = prod(self.binding.sizes[name] for name in dim)
         mask = inside.reshape(shape)
         return torch.where(mask, result, torch.zeros((), dtype=result.dtype))
 
 
-def _tuple(result: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
+def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    """Return an op's results as a tuple, also when it has one."""
+    return tuple(cast("Sequence[torch.Tensor]", result)) if isinstance(result, tuple | list) else (result,)
 
 
 @dataclass
@@ -152,7 +158,7 @@ class _Meeting:
     """Where the blocks of a recipe meet to reduce: one thread a block, in lockstep."""
 
     count: int
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     result: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -197,7 +203,8 @@ def _run_recipe(call: _Call, factor: str, count: int) -> list[tuple[torch.Tensor
     def work(block: int) -> None:
         try:
             body = call.binding.splits[factor]
-            parts[block] = run_body(body, call.binding, call.operands(factor, block, count), _BlockBackend(meeting, block, factor))
+            operands = call.operands(factor, block, count)
+            parts[block] = run_body(body, call.binding, operands, _BlockBackend(meeting, block, factor))
         except Exception as error:  # handed to the caller below
             failures.append(error)
             meeting.barrier.abort()

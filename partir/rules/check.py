@@ -1,8 +1,8 @@
 """Prove rules by trial: run each op whole and in blocks as its rule says, and compare outputs and gradients.
 
-Every factor is split in 2, 3 and 4 blocks; the op runs on each block and the results are put together as the rule says:
-concatenated along the factor, summed, maximised, looked up with masks, or by the recipe of a `split` clause. Everything is
-differentiable, so that one backward through the blocks gives the gradients to compare with those of the whole op.
+Every factor is split in 2, 3 and 4 blocks; the op runs on each block and the results are put together as the rule
+says: concatenated along the factor, summed, maximised, looked up with masks, or by the recipe of a `split` clause.
+Everything is differentiable: one backward through the blocks gives the gradients to compare with the whole op's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from partir.errors import RuleError
-from partir.rules.blocks import run_in_blocks
 from partir.rules.binding import Binding
-from partir.rules.registry import builtin, find
+from partir.rules.blocks import as_tuple, run_in_blocks
+from partir.rules.registry import builtin, find, misfit
 from partir.rules.rule import Rule
 from partir.rules.trial import Trial, make_trial
 
@@ -61,7 +61,10 @@ class Report:
 
 
 def check_rules(
-    rules: Mapping[str, Rule] | None = None, ops: Iterable[Any] | None = None, blocks: Sequence[int] = (2, 3, 4), seed: int = 0
+    rules: Mapping[str, Rule] | None = None,
+    ops: Iterable[Any] | None = None,
+    blocks: Sequence[int] = (2, 3, 4),
+    seed: int = 0,
 ) -> Report:
     """Try every factor of every rule and report which are right.
 
@@ -98,16 +101,16 @@ def _check_rule(name: str, rule: Rule, blocks: tuple[int, ...], generator: torch
             result = op(*trial.args, **trial.kwargs)
             binding = single.bind(trial.args, trial.kwargs, result)
         except (RuntimeError, RuleError, IndexError, TypeError, ValueError) as error:
-            findings.append(Finding(name, form.signature, "", "", "not tried", f"the example does not run: {_first_line(error)}"))
+            reason = f"the example does not run: {_first_line(error)}"
+            findings.append(Finding(name, form.signature, "", "", "not tried", reason))
             continue
-        findings += [_check_factor(op, form.signature, binding, trial, factor, blocks, generator) for factor in binding.sizes]
+        case = _Case(op, form.signature, binding, trial, generator)
+        findings += [_check_factor(case, factor, blocks) for factor in binding.sizes]
     return findings
 
 
 def _op_of(name: str, rule: Rule) -> Any:
     """Return the overload to try: the named one, or the first whose tensors are the rule's."""
-    from partir.rules.registry import misfit
-
     namespace, op, *overload = name.split(".")
     packet = getattr(getattr(torch.ops, namespace), op)
     if overload:
@@ -120,44 +123,55 @@ def _op_of(name: str, rule: Rule) -> Any:
     return None
 
 
-def _check_factor(
-    op: Any, signature: str, binding: Binding, trial: Trial, factor: str, blocks: tuple[int, ...], generator: torch.Generator
-) -> Finding:
-    kind = kind_of(binding, factor)
-    if binding.random:
-        return Finding(binding.rule, signature, factor, kind, "not tried", "random")
-    tried = [count for count in blocks if binding.sizes[factor] % count == 0 and binding.sizes[factor] > 1]
-    if not tried:
-        return Finding(binding.rule, signature, factor, kind, "not tried", f"size {binding.sizes[factor]} has no such blocks")
-    if "empty" in op._schema.name:
-        return Finding(binding.rule, signature, factor, kind, "not tried", "the values are undefined")
-    try:
-        if kind != "whole":
-            problem = _first_problem(op, binding, trial, factor, kind, tried, generator)
-            return Finding(binding.rule, signature, factor, kind, "wrong" if problem else "ok", problem or "")
-        return Finding(binding.rule, signature, factor, kind, *_try_whole(op, binding, trial, factor, tried, generator))
-    except _NotTried as reason:
-        return Finding(binding.rule, signature, factor, kind, "not tried", str(reason))
+@dataclass(frozen=True)
+class _Case:
+    """One form of a rule with a call to try it on."""
+
+    op: Any
+    signature: str
+    binding: Binding
+    trial: Trial
+    generator: torch.Generator
+
+    def finding(self, factor: str, verdict: str, detail: str = "") -> Finding:
+        return Finding(self.binding.rule, self.signature, factor, kind_of(self.binding, factor), verdict, detail)
 
 
 class _NotTried(Exception):
     """The whole op itself does not run or has no gradient."""
 
 
-def _first_problem(
-    op: Any, binding: Binding, trial: Trial, factor: str, kind: str, tried: list[int], generator: torch.Generator
-) -> str | None:
-    problems = (_compare(op, binding, trial, factor, kind, count, generator) for count in tried)
+def _check_factor(case: _Case, factor: str, blocks: tuple[int, ...]) -> Finding:
+    size = case.binding.sizes[factor]
+    tried = [count for count in blocks if size % count == 0 and size > 1]
+    if case.binding.random:
+        return case.finding(factor, "not tried", "random")
+    if not tried:
+        return case.finding(factor, "not tried", f"size {size} has no such blocks")
+    if "empty" in case.op._schema.name:
+        return case.finding(factor, "not tried", "the values are undefined")
+    kind = kind_of(case.binding, factor)
+    try:
+        if kind == "whole":
+            return case.finding(factor, *_try_whole(case, factor, tried))
+        problem = _first_problem(case, factor, kind, tried)
+        return case.finding(factor, "wrong" if problem else "ok", problem or "")
+    except _NotTried as reason:
+        return case.finding(factor, "not tried", str(reason))
+
+
+def _first_problem(case: _Case, factor: str, kind: str, tried: list[int]) -> str | None:
+    problems = (_compare(case, factor, kind, count) for count in tried)
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _try_whole(op: Any, binding: Binding, trial: Trial, factor: str, tried: list[int], generator: torch.Generator) -> tuple[str, str]:
+def _try_whole(case: _Case, factor: str, tried: list[int]) -> tuple[str, str]:
     """Try whether a factor that the rule keeps whole could be split, or summed, after all."""
-    if not any(factor in dim for dims in binding.operands for dim in dims):
+    if not any(factor in dim for dims in case.binding.operands for dim in dims):
         return "ok", "made whole on each rank"
-    kept = any(factor in dim for dims in binding.results for dim in dims)
+    kept = any(factor in dim for dims in case.binding.results for dim in dims)
     for kind, what in (("free", "split"),) if kept else (("free", "split"), ("sum", "summed")):
-        if _first_problem(op, binding, trial, factor, kind, tried, generator) is None:
+        if _first_problem(case, factor, kind, tried) is None:
             return "missing", f"{factor} could be {what}"
     return "ok", ""
 
@@ -168,23 +182,30 @@ def kind_of(binding: Binding, factor: str) -> str:
     return next((kind for kind, factors in kinds.items() if factor in factors), "free")
 
 
-def _compare(op: Any, binding: Binding, trial: Trial, factor: str, kind: str, count: int, generator: torch.Generator) -> str | None:
+def _compare(case: _Case, factor: str, kind: str, count: int) -> str | None:
     """Return how the run in blocks differs from the whole op, or None when it does not."""
-    first, second = _leaves(trial), _leaves(trial)
+    op, first, second = case.op, _leaves(case.trial), _leaves(case.trial)
     try:
-        whole = _tuple(op(*first.args, **first.kwargs))
-        cotangents = [torch.rand(y.shape, generator=generator, dtype=y.dtype) if y.is_floating_point() else None for y in whole]
+        whole = as_tuple(op(*first.args, **first.kwargs))
+        cotangents = [_cotangent(result, case.generator) for result in whole]
         expected = _gradients(whole, cotangents, first)
     except RuntimeError as error:
         raise _NotTried(_first_line(error)) from None
     try:
-        parts = run_in_blocks(op, binding, second.args, second.kwargs, factor, kind, count)
+        parts = run_in_blocks(op, case.binding, second.args, second.kwargs, factor, kind, count)
         if problem := _difference(whole, parts, "result"):
             return f"{count} blocks: {problem}"
         problem = _difference(expected, _gradients(parts, cotangents, second), "the gradient of operand")
     except (RuntimeError, IndexError, ValueError, TypeError, RuleError) as error:
         return f"{count} blocks: {_first_line(error)}"
     return f"{count} blocks: {problem}" if problem else None
+
+
+def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+    """Return a random gradient of a result, None for integers."""
+    if not result.is_floating_point():
+        return None
+    return torch.rand(result.shape, generator=generator, dtype=result.dtype)
 
 
 def _difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], what: str) -> str | None:
@@ -194,7 +215,8 @@ def _difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
         if one.dtype != other.dtype:
             return f"{what} {number} has dtype {other.dtype}, not {one.dtype}"
         if not _close(one, other):
-            return f"{what} {number} differs by {float((one.detach().double() - other.detach().double()).abs().max()):.2g}"
+            distance = (one.detach().double() - other.detach().double()).abs().max()
+            return f"{what} {number} differs by {float(distance):.2g}"
     return None
 
 
@@ -211,20 +233,16 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _gradients(results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], trial: Trial) -> list[torch.Tensor]:
-    leaves = [leaf for value in (*trial.args, *trial.kwargs.values()) for leaf in (value if isinstance(value, list) else [value])]
-    wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    terms = [(y * c).sum() for y, c in zip(results, cotangents, strict=True) if c is not None and y.requires_grad]
-    if not wanted:
-        return []
+def _gradients(
+    results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], trial: Trial
+) -> list[torch.Tensor]:
+    """Return the gradient of every tensor of the call that has one."""
+    wanted = [leaf for leaf in trial.tensors() if leaf.requires_grad]
+    pairs = zip(results, cotangents, strict=True)
+    terms = [(y * c).sum() for y, c in pairs if c is not None and y.requires_grad]
     if not terms:
         return [torch.zeros_like(leaf) for leaf in wanted]
-    found = torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(wanted, found, strict=True)]
-
-
-def _tuple(result: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
+    return list(torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True, materialize_grads=True))
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

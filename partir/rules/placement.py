@@ -1,13 +1,13 @@
 """Where a placement file puts matrix products and vectors.
 
-    place product a[m k] b[k n] -> c[m n]       the indices of the operands and the result
-        state y: m -> data.x, k -> z, n -> y    in this state each index has these axes, major to minor
-        start y, lookup z                       the state of the first product; of a lookup in a table (an embedding)
-        rest innermost on a.m, b.first, c.m     the dim that a matrix at rest splits further, along its direction
-        swap y <-> z                            a product in one state hands its result to the other
-    place vector balanced[n]
-        hidden on y rests n@y.z.x               the layout at rest of a vector used where the hidden dim is split by y
-        hidden on z rests n@y.x on y=z          ... that only the ranks whose y equals their z hold
+place product a[m k] b[k n] -> c[m n]       the indices of the operands and the result
+    state y: m -> data.x, k -> z, n -> y    in this state each index has these axes, major to minor
+    start y, lookup z                       the state of the first product; of a lookup in a table (an embedding)
+    rest innermost on a.m, b.first, c.m     the dim that a matrix at rest splits further, along its direction
+    swap y <-> z                            a product in one state hands its result to the other
+place vector balanced[n]
+    hidden on y rests n@y.z.x               the layout at rest of a vector used where the hidden dim is split by y
+    hidden on z rests n@y.x on y=z          ... that only the ranks whose y equals their z hold
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from partir.errors import RuleError
-from partir.rules.parser import Entry, parse
+from partir.rules.parser import parse
 from partir.rules.source import Source
+from partir.rules.transform import Entry
 
 Axes = tuple[str, ...]
 
@@ -132,7 +133,9 @@ def _build(path: str, children: Any, vectors: dict[str, dict[str, VectorRest]], 
     start, lookup = found["start"]
     one, other = map(str, found["swap"])
     rest = _rest(found["rest"][0], matrices, source)
-    return Placement(Path(path).stem, matrices, states, str(start), str(lookup or start), rest, {one: other, other: one}, vectors)
+    return Placement(
+        Path(path).stem, matrices, states, str(start), str(lookup or start), rest, {one: other, other: one}, vectors
+    )
 
 
 def _assign(assignments: Any, indices: set[str], source: Source) -> dict[str, Axes]:

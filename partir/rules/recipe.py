@@ -1,6 +1,6 @@
 """Run the recipe of a `split` clause on anything that can call aten ops: blocks, fake tensors or fx nodes.
 
-    mu = sum[h](x) / size[h]      ->   %1 = sum(%x, [-1], keepdim)   %2 = reduce(%1 over h)   %3 = div(%2, 768)
+mu = sum[h](x) / size[h]      ->   %1 = sum(%x, [-1], keepdim)   %2 = reduce(%1 over h)   %3 = div(%2, 768)
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class _Run:
             case ex.Call("detach", (inner,)):
                 return self.elementwise(lambda _: aten.detach.default, [self.value(inner)])
             case ex.Call(function, arguments):
-                return self.elementwise(partial(elementwise, function), [self.value(argument) for argument in arguments])
+                return self.elementwise(
+                    partial(elementwise, function), [self.value(argument) for argument in arguments]
+                )
             case ex.Unary(sign, inner):
                 value = self.value(inner)
                 op = aten.logical_not.default if sign == "not" else aten.neg.default
@@ -174,8 +176,13 @@ def elementwise(function: str, values: list[Any]) -> Any:
     """Return the overload of an elementwise aten op whose schema takes these tensors and numbers."""
     for op in _overloads(function):
         arguments = op._schema.arguments
-        if len(values) > len(arguments) or any(not argument.has_default_value() for argument in arguments[len(values) :]):
+        if len(values) > len(arguments) or any(
+            not argument.has_default_value() for argument in arguments[len(values) :]
+        ):
             continue
-        if all(("Tensor" in str(argument.type)) == isinstance(value, Value) for argument, value in zip(arguments, values, strict=False)):
+        if all(
+            ("Tensor" in str(argument.type)) == isinstance(value, Value)
+            for argument, value in zip(arguments, values, strict=False)
+        ):
             return op
     raise RuleError(f"no elementwise aten op {function} takes these {len(values)} arguments")

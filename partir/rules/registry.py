@@ -12,8 +12,9 @@ import torch
 
 from partir.errors import RuleError
 from partir.rules import syntax as sx
-from partir.rules.parser import Entry, parse
+from partir.rules.parser import parse
 from partir.rules.rule import Rule
+from partir.rules.transform import Entry
 
 Op = TypeVar("Op")
 RuleTable = dict[str, Rule]
@@ -72,7 +73,9 @@ def find(target: Any) -> Rule | None:
     for table in (_user_rules, builtin()):
         for name in (f"{base}.{overload}", base):
             rule_found = table.get(name)
-            if rule_found is not None and (name != base or any(misfit(form, schema) is None for form in rule_found.forms)):
+            if rule_found is not None and (
+                name != base or any(misfit(form, schema) is None for form in rule_found.forms)
+            ):
                 return Rule(f"{base}.{overload}", rule_found.forms, rule_found.where, schema)
     return pointwise(target) if torch.Tag.pointwise in target.tags else None
 
@@ -82,10 +85,15 @@ def pointwise(target: Any) -> Rule:
     schema = target._schema
     star = (sx.Item((sx.STAR,)),)
     parameters = tuple(
-        sx.Pattern(argument.name, star if "Tensor" in str(argument.type) else None, optional=True) for argument in schema.arguments
+        sx.Pattern(argument.name, star if "Tensor" in str(argument.type) else None, optional=True)
+        for argument in schema.arguments
     )
     taken = {pattern.name for pattern in parameters}
-    names = ("result" if "y" in taken else "y",) if len(schema.returns) == 1 else tuple(f"y{i}" for i in range(len(schema.returns)))
+    names = (
+        ("result" if "y" in taken else "y",)
+        if len(schema.returns) == 1
+        else tuple(f"y{i}" for i in range(len(schema.returns)))
+    )
     random = (sx.Random(),) if torch.Tag.nondeterministic_seeded in target.tags else ()
     form = sx.Form(parameters, tuple(sx.Pattern(name, star) for name in names), random)
     overload = schema.overload_name or "default"
@@ -137,7 +145,9 @@ def _overload(op: Any) -> Any:
     target = getattr(op, "_opoverload", None)
     if target is None:
         name = getattr(op, "__name__", repr(op))
-        raise RuleError(f"{name} is no torch op: make it one with @torch.library.custom_op(...) under @partir.rule(...)")
+        raise RuleError(
+            f"{name} is no torch op: make it one with @torch.library.custom_op(...) under @partir.rule(...)"
+        )
     return target
 
 

@@ -1,7 +1,7 @@
 """Common refinement of two lists of sizes with one product: the factors of view, reshape, flatten.
 
-    [B, S, 768] -> [B, S, 12, 64]      B; S; 12*64       each side's dims are products of the same factors
-    [6, 4] -> [4, 6]                   none: the factors concerned are whole, and apart on both sides
+[B, S, 768] -> [B, S, 12, 64]      B; S; 12*64       each side's dims are products of the same factors
+[6, 4] -> [4, 6]                   none: the factors concerned are whole, and apart on both sides
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _cuts(sizes: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _side(sizes: Sequence[int], names: dict[tuple[int, int, bool], str], table: dict[str, int], whole: set[str], mark: str) -> Dims:
+def _side(
+    sizes: Sequence[int], names: dict[tuple[int, int, bool], str], table: dict[str, int], whole: set[str], mark: str
+) -> Dims:
     """Name the factors of each dim; dims inside a span without refinement get whole factors of their own."""
     dims: list[tuple[str, ...]] = []
     stride = 1
@@ -77,6 +79,12 @@ def _side(sizes: Sequence[int], names: dict[tuple[int, int, bool], str], table: 
 
 def _apart(before: Sequence[int], after: Sequence[int]) -> Regrouping:
     """Give every dim a whole factor of its own (tensors without elements)."""
-    names = [tuple((f"v{mark}.{number}",) for number in range(len(dims))) for dims, mark in ((before, ""), (after, "'"))]
-    table = {name[0]: size for side, dims in zip(names, (before, after), strict=True) for name, size in zip(side, dims, strict=True)}
+    names = [
+        tuple((f"v{mark}.{number}",) for number in range(len(dims))) for dims, mark in ((before, ""), (after, "'"))
+    ]
+    table = {
+        name[0]: size
+        for side, dims in zip(names, (before, after), strict=True)
+        for name, size in zip(side, dims, strict=True)
+    }
     return Regrouping(names[0], names[1], table, frozenset(table))

@@ -47,7 +47,9 @@ class Rule:
                 return _Binder(self, form, values).bind(results)
             except Mismatch as reason:
                 reasons.append(f"{form.signature}: {reason}")
-        shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in values.items() if isinstance(value, torch.Tensor))
+        shapes = ", ".join(
+            f"{name}{list(value.shape)}" for name, value in values.items() if isinstance(value, torch.Tensor)
+        )
         raise RuleError(f"{self.where}: the rule of {self.name} does not fit {shapes}\n  " + "\n  ".join(reasons))
 
 
@@ -93,13 +95,15 @@ class _Binder:
             results=outputs,
             result_names=result_names,
             sizes=sizes,
-            attributes={name: value for name, value in self.attributes.items() if not _holds_tensors(value)},
+            attributes=self._plain_attributes(schema_names),
             schema_names=schema_names,
             whole=whole | rest,
             sums=sums,
             maxima=maxima,
             once=tuple(
-                (place, self._known(clause.factors)) for clause in self._of(sx.Once) for place in self._places(clause.operand)
+                (place, self._known(clause.factors))
+                for clause in self._of(sx.Once)
+                for place in self._places(clause.operand)
             ),
             index=tuple(self._index(operands)),
             random=any(self._holds(clause.condition) for clause in self._of(sx.Random)),
@@ -111,6 +115,12 @@ class _Binder:
             groups={name: tuple(f for f in self.matching.group(name) if f in sizes) for name in self.matching.groups},
             flops_expression=next((clause.value for clause in self._of(sx.Flops)), None),
         )
+
+    def _plain_attributes(self, schema_names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the arguments that are no tensors: by the rule's names, those it leaves out by the schema's."""
+        named = set(schema_names.values())
+        values = {**self.attributes, **{name: value for name, value in self.values.items() if name not in named}}
+        return {name: value for name, value in values.items() if not _holds_tensors(value)}
 
     def _of(self, kind: type[Any]) -> list[Any]:
         return [clause for clause in self.form.clauses if isinstance(clause, kind)]
@@ -128,7 +138,9 @@ class _Binder:
                 elif tensor is None and not pattern.optional:
                     raise Mismatch(f"{pattern.name} is None")
         missed = [name for name, value in self.attributes.items() if _holds_tensors(value) and name not in self.names]
-        missed += [name for name, value in list(self.values.items())[len(self.form.parameters) :] if _holds_tensors(value)]
+        missed += [
+            name for name, value in list(self.values.items())[len(self.form.parameters) :] if _holds_tensors(value)
+        ]
         if missed:
             raise Mismatch(f"the rule does not say how tensor {missed[0]} is split")
 
@@ -167,17 +179,23 @@ class _Binder:
         whole = frozenset(factor for factor in self.matching.whole if factor in sizes)
         return tuple(dims[:count]), tuple(dims[count:]), sizes, whole
 
-    def _repeat(self, repeats: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, int], frozenset[str]]:
+    def _repeat(
+        self, repeats: Sequence[int]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, int], frozenset[str]]:
         """Each result dim is (copies, operand dim), the copies whole."""
         before, after = ([slot.size for slot in tensor] for tensor in self.matching.tensors)
         sizes: dict[str, int] = {}
         dims: list[tuple[str, ...]] = []
-        for place, (copies, size) in enumerate(zip(reversed(repeats), reversed([1] * (len(after) - len(before)) + before), strict=True)):
+        for place, (copies, size) in enumerate(
+            zip(reversed(repeats), reversed([1] * (len(after) - len(before)) + before), strict=True)
+        ):
             pair = ((f"r{place}", copies), (f"*{place}", size))
             sizes |= {name: count for name, count in pair if count != 1}
             dims.append(tuple(name for name, count in pair if count != 1))
         after_dims = tuple(reversed(dims))
-        before_dims = tuple(tuple(name for name in dim if name[0] == "*") for dim in after_dims[len(after) - len(before) :])
+        before_dims = tuple(
+            tuple(name for name in dim if name[0] == "*") for dim in after_dims[len(after) - len(before) :]
+        )
         self.matching.groups[sx.STAR] = {name: None for name in sizes if name[0] == "*"}
         return (before_dims,), (after_dims,), sizes, frozenset(name for name in sizes if name[0] == "r")
 

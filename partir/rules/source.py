@@ -29,8 +29,8 @@ class Source:
         Args:
             token: a lark token, which knows its place; or give `line` and `column`, both from 1.
         """
-        line = line or getattr(token, "line", None) or 1
-        column = column or getattr(token, "column", None) or 1
+        line = int(line or getattr(token, "line", None) or 1)
+        column = int(column or getattr(token, "column", None) or 1)
         if line < 1:
             line, column = self.text.count("\n") + 1, 1
         caret = " " * (column - 1) + "^"

@@ -30,7 +30,13 @@ class Item:
         return self.factors in ((STAR,), (REST,))
 
     def __str__(self) -> str:
-        text = "1" if not self.factors else self.factors[0] if len(self.factors) == 1 else "(" + "*".join(self.factors) + ")"
+        text = (
+            "1"
+            if not self.factors
+            else self.factors[0]
+            if len(self.factors) == 1
+            else "(" + "*".join(self.factors) + ")"
+        )
         place = f"@{self.at}" if self.at else ""
         return text + "~" * self.broadcast + place + (f"?{self.present}" if self.present else "")
 
@@ -181,7 +187,10 @@ class Example:
     values: tuple[tuple[str, Expression], ...] = ()
 
     def __str__(self) -> str:
-        tensors = [f"{name}[{' '.join(map(str, shape))}]" + (f": {dtype}" if dtype else "") for name, shape, dtype in self.tensors]
+        tensors = [
+            f"{name}[{' '.join(map(str, shape))}]" + (f": {dtype}" if dtype else "")
+            for name, shape, dtype in self.tensors
+        ]
         return "example " + ", ".join(tensors + [f"{name} = {value}" for name, value in self.values])
 
 

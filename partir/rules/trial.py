@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,6 @@ from partir.rules import syntax as sx
 from partir.rules.rule import Rule
 
 SIZE = 12
-RUNS = {sx.STAR: (SIZE, 2 * SIZE), sx.REST: (SIZE, 2 * SIZE)}
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,11 @@ class Trial:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among the arguments, lists flattened."""
+        listed = [value if isinstance(value, list) else [value] for value in (*self.args, *self.kwargs.values())]
+        return [tensor for values in listed for tensor in cast("list[Any]", values) if isinstance(tensor, torch.Tensor)]
 
 
 def make_trial(rule: Rule, form: sx.Form, generator: torch.Generator) -> Trial | str:
@@ -34,7 +38,9 @@ def make_trial(rule: Rule, form: sx.Form, generator: torch.Generator) -> Trial |
     values: dict[str, Any] = {}
     for pattern, argument in zip(form.parameters, rule.schema.arguments, strict=False):
         if pattern.dims is None:
-            value = given.get(pattern.name, argument.default_value if argument.has_default_value() else _guess(argument))
+            value = given.get(
+                pattern.name, argument.default_value if argument.has_default_value() else _guess(argument)
+            )
             if value is _UNKNOWN:
                 return f"no example value for attribute `{pattern.name}`"
         elif pattern.optional and pattern.name not in shapes and "mask" in pattern.name:
@@ -53,7 +59,9 @@ _UNKNOWN = object()
 def _guess(argument: Any) -> Any:
     """Guess a value for an attribute without example or default."""
     kind = str(argument.type)
-    return {"bool": True, "int": 1, "float": 0.5, "Optional[int]": None, "Optional[List[int]]": None}.get(kind, _UNKNOWN)
+    return {"bool": True, "int": 1, "float": 0.5, "Optional[int]": None, "Optional[List[int]]": None}.get(
+        kind, _UNKNOWN
+    )
 
 
 def _tensor(
@@ -68,10 +76,9 @@ def _tensor(
         dtype = "int"
     if kind == "number":
         return 2.0
-    one = lambda: random_tensor(shape, dtype, generator)  # noqa: E731
-    if not pattern.listed:
-        return one()
-    return [one()] if pattern.name in indexed else [one(), one()]
+    count = 1 if pattern.name in indexed or not pattern.listed else 2
+    tensors = [random_tensor(shape, dtype, generator) for _ in range(count)]
+    return tensors if pattern.listed else tensors[0]
 
 
 def auto_shape(pattern: sx.Pattern) -> tuple[int, ...]:
