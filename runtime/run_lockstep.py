@@ -14,8 +14,9 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from partir.collectives import Backend, use_backend
 from partir.errors import PartirError, source_line
-from partir.mesh import Mesh
+from partir.mesh import Mesh, use_mesh
 from partir.runtime.lockstep_collectives import Column, bind_collective
 
 # From the columns of a step's operands to the column of its result.
@@ -133,11 +134,13 @@ def _local(node: Node, target: Callable[..., Any], mesh: Mesh) -> OnColumns:
     reads = {read: index for index, read in enumerate(node.all_input_nodes)}
     positional = [_argument(argument, reads) for argument in node.args]
     named = [(name, _argument(argument, reads)) for name, argument in node.kwargs.items()]
-    shares = torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
+    here = _on_rank(target, mesh)
+    shares = here is target and torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ())
 
     def one(columns: list[Column], rank: int) -> Any:
         values = [argument(columns, rank) for argument in positional]
-        return target(*values, **{name: argument(columns, rank) for name, argument in named})
+        keywords = {name: argument(columns, rank) for name, argument in named}
+        return target(*values, **keywords) if here is target else here(rank, *values, **keywords)
 
     def run(columns: list[Column]) -> Column:
         made: dict[tuple[int, ...], Any] = {}
@@ -148,6 +151,31 @@ def _local(node: Node, target: Callable[..., Any], mesh: Mesh) -> OnColumns:
                 made[key] = one(columns, rank)
             result.append(made[key])
         return result
+
+    return run
+
+
+class _Place:
+    """The communication backend of a rank's local functions: they may ask where they are and nothing else."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self.mesh = mesh
+        self._rank = rank
+
+    def coordinate(self, axes: tuple[str, ...]) -> int:
+        """Return this rank's place in its group over ``axes``."""
+        return self.mesh.index(self._rank, axes)
+
+
+def _on_rank(target: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Return ``target``, or for a Python function, which may ask for its coordinate, one that takes the rank first."""
+    if isinstance(cast(object, target), OpOverload) or target.__module__ in ("_operator", "builtins"):
+        return target
+    places = [cast(Backend, _Place(mesh, rank)) for rank in range(mesh.size)]
+
+    def run(rank: int, *args: Any, **kwargs: Any) -> Any:
+        with use_mesh(mesh), use_backend(places[rank]):
+            return target(*args, **kwargs)
 
     return run
 

@@ -18,6 +18,7 @@ from partir.mesh import Mesh
 from partir.passes.differentiate import differentiate
 from partir.program import Program
 from partir.runtime.record import record_communication
+from partir.runtime.run_lockstep import LockstepGraph
 from partir.runtime.simulated import SimulatedProgram
 from tests.hand_lowered import HandLowered, aten, mlp
 
@@ -289,3 +290,23 @@ def test_gradient_blocks_are_the_blocks_of_the_gradient() -> None:
     for slot, gradient in zip(simulated.program.inputs, expected, strict=True):
         for rank in range(mesh.size):
             assert torch.equal(blocks[slot.name][rank], shard(gradient, slot.layout, mesh, rank))
+
+
+def place_along_y(tensor: Tensor) -> Tensor:
+    """A local function that asks where it runs, as masked lookups do."""
+    from partir.collectives import current_backend
+
+    return tensor + current_backend("test").coordinate(("y",))
+
+
+def test_local_functions_know_their_rank() -> None:
+    """A lowered graph, not yet traced through, runs as well."""
+    mesh = Mesh.parse((1, 3, 1))
+    hand = HandLowered(mesh)
+    x = hand.input("x", "f64[6]")
+    hand.graph.output((hand.graph.call_function(place_along_y, (x,)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), hand.graph)
+    whole = torch.zeros(6, dtype=torch.float64)
+    column = LockstepGraph(module, mesh, "forward").run([[whole] * mesh.size])[0]
+    assert column is not None
+    assert [int(block[0]) for block in column] == [0, 1, 2]
