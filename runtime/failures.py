@@ -1,12 +1,13 @@
 """Rank death: every wait ends, and the error says who stopped, where and why.
 
-gloo tells a rank when a member of its own group is gone. The others would wait for that rank, so a rank that stops says so in
-the store of torch.distributed, and whoever waits looks there every two seconds.
+gloo tells a rank when a member of its own group is gone. The others would wait for that rank, so a rank that stops closes its
+connections, and says why in the store of torch.distributed.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,37 +26,43 @@ class Failures:
         rank: this rank.
         num_ranks: ranks that take part.
         timeout: the longest that a wait may take.
+        hang_up: closes this rank's connections.
+        name: of the session whose failures these are.
     """
 
-    def __init__(self, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, num_ranks: int, timeout: timedelta, hang_up: Callable[[], None], name: str) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout = timeout
-        self.failed = False
-        self._store: Any = dist.PrefixStore("partir/failures", dist.distributed_c10d._get_default_store())
+        self._hang_up = hang_up
+        self._stopped = ""
+        self._store: Any = dist.PrefixStore(f"partir/{name}", dist.distributed_c10d._get_default_store())
 
-    def wait(self, work: Any, where: str, blocking: bool) -> None:
+    def wait(self, work: Any, where: str, on_cpu: bool, direct: bool) -> None:
         """Wait for a started message.
 
         Args:
             work: what torch.distributed returned.
             where: the node and collective, for the error.
-            blocking: True on the CPU; on an accelerator only the stream waits, and the backend's watchdog ends it.
+            on_cpu: on an accelerator only the stream waits, and the backend's watchdog ends it.
+            direct: a single send or receive, which gloo lets nobody wait for in steps: a wait that ends early closes the connection.
 
         Raises:
             RankError: it failed, took longer than the timeout, or another rank stopped meanwhile.
         """
         try:
-            if blocking:
-                self._wait_on_cpu(work)
-            else:
+            if not on_cpu:
                 work.wait()
+            elif direct:
+                work.wait(self.timeout)
+            else:
+                self._wait_in_steps(work)
         except RankError as error:
             raise self.failure(where, str(error)) from None
         except RuntimeError as error:
             raise self.failure(where, _first_line(error)) from error
 
-    def _wait_on_cpu(self, work: Any) -> None:
+    def _wait_in_steps(self, work: Any) -> None:
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not work.is_completed():
             try:
@@ -81,14 +88,24 @@ class Failures:
         return RankError(message)
 
     def report(self, text: str) -> None:
-        """Leave word for the other ranks that this one stops."""
-        self.failed = True
+        """Leave word for the other ranks that this one stops, and let them feel it."""
+        self._stopped = text
         try:
             self._store.set(str(self.rank), text)
             self._store.set("any", str(self.rank))
         except Exception:
             # The store's own process may be the dead one; the error at hand matters more.
-            return
+            pass
+        self._hang_up()
+
+    def check(self) -> None:
+        """Raise if this rank has stopped: its connections are closed.
+
+        Raises:
+            RankError: it has.
+        """
+        if self._stopped:
+            raise RankError(f"rank {self.rank} {self._stopped}. Its connections are closed: parallelize the model again, on every rank.")
 
     def _anyone(self) -> bool:
         try:

@@ -113,6 +113,18 @@ class Groups:
             self._device_meshes[names] = self._make_device_mesh(names)
         return self._device_meshes[names]
 
+    def hang_up(self) -> None:
+        """Close this rank's connections, so that nobody waits for it; its groups are made anew when asked for.
+
+        gloo has no abort, but a receive whose wait runs out closes the connection.
+        """
+        made = _made.get(dist.group.WORLD, {})
+        for key in list(made):
+            process_group = made.pop(key)
+            if self.device.type == "cpu" or key[1] == "gloo":
+                _close_pairs(process_group)
+        self._groups.clear()
+
     def _make_device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
         ranks = torch.arange(self.mesh.size, dtype=torch.int).view(self.mesh.sizes)
         ranks = ranks.permute([self.mesh.names.index(name) for name in names]).contiguous()
@@ -127,6 +139,16 @@ class Groups:
                 sorted(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
             )
         return made[key]
+
+
+def _close_pairs(process_group: Any) -> None:
+    nothing = torch.empty(1)
+    for row in range(process_group.size()):
+        if row != process_group.rank():
+            try:
+                process_group.recv([nothing], row, 0).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue
 
 
 def backend_name(process_group: Any, device: torch.device) -> str:

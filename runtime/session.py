@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -46,6 +47,10 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if tensor is None else tensor.device
 
 
+# Every rank makes its sessions in the same order, so the number is the same on all of them.
+_sessions = itertools.count()
+
+
 class Session:
     """One rank of a mesh. Every rank makes it at the same time.
 
@@ -59,7 +64,8 @@ class Session:
         self.mesh = mesh
         self.device = device
         self.groups = Groups(mesh, device, timeout)
-        self.failures = Failures(self.groups.rank, mesh.size, self.groups.timeout)
+        name = f"session {next(_sessions)}"
+        self.failures = Failures(self.groups.rank, mesh.size, self.groups.timeout, self.groups.hang_up, name)
         self.transport = Transport(self.groups.rank, device, self.failures)
         self.agreement = Agreement(self.groups, Transport(self.groups.rank, torch.device("cpu"), self.failures))
         self.parameters = Parameters(mesh, self.groups)
@@ -73,6 +79,7 @@ class Session:
 
     def agree_on_call(self, signature: str, ready: bool, seed: int, calls: int) -> Agreed:
         """Compare the signature of a call; `ready` says that this rank has its program."""
+        self.failures.check()
         return self.agreement.compare("the signature of a call", signature, ready=ready, seed=seed, calls=calls)
 
     def agree_on_contents(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:

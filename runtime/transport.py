@@ -56,11 +56,19 @@ class Call:
 
 @dataclass
 class Pending:
-    """A message on its way: `wait` gives its result."""
+    """A message on its way: `Transport.wait` gives its result.
+
+    Args:
+        works: what torch.distributed returned.
+        finish: makes the result once they are done.
+        call: the collective that it serves.
+        direct: sent and received one by one, and not by one collective.
+    """
 
     works: list[Any]
     finish: Callable[[], Any]
     call: Call
+    direct: bool = False
 
 
 class Transport:
@@ -81,7 +89,7 @@ class Transport:
     def wait(self, pending: Pending) -> Any:
         """Wait for a message and return its result."""
         for work in pending.works:
-            self.failures.wait(work, str(pending.call), blocking=self.device.type == "cpu")
+            self.failures.wait(work, str(pending.call), on_cpu=self.device.type == "cpu", direct=pending.direct)
         return pending.finish()
 
     def gather_rows(self, t: Tensor, group: Group, call: Call) -> Pending:
@@ -144,14 +152,14 @@ class Transport:
         t = t.contiguous()
         if group.index != root:
             work = group.process_group.send([_raw(t)], self._row(group, root), self._tag(group))
-            return Pending([work], lambda: t.new_zeros(()).expand(t.shape), call)
+            return Pending([work], lambda: t.new_zeros(()).expand(t.shape), call, direct=True)
         rows = t.new_empty((group.size, *t.shape))
         rows[self._row(group, root)] = t
         self._count(call, (group.size - 1) * t.nbytes)
         tag = self._tag(group)
         others = [row for row in range(group.size) if row != self._row(group, root)]
         works = [group.process_group.recv([_raw(rows[row])], row, tag) for row in others]
-        return Pending(works, lambda: _total(rows, group), call)
+        return Pending(works, lambda: _total(rows, group), call, direct=True)
 
     def _reduce_by_chunks(self, t: Tensor, group: Group, call: Call) -> Pending:
         """Add chunk `i` up on member `i`, then gather the chunks: two messages, counted as one."""
@@ -178,7 +186,7 @@ class Transport:
         works = [process_group.recv([_raw(rows[(me - n) % group.size])], (me - n) % group.size, tag) for n in shifts]
         works += [process_group.send([_raw(t)], (me + n) % group.size, tag) for n in shifts]
         rows[me] = t
-        return Pending(works, lambda: rows, call)
+        return Pending(works, lambda: rows, call, direct=True)
 
     def _row(self, group: Group, member: int) -> int:
         return group.order[member] if group.order else member
