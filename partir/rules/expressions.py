@@ -1,7 +1,7 @@
 """Expressions of rule text: a small tree, printed, evaluated or made into sympy, never run as Python.
 
-The same tree serves conditions (``when dropout_p > 0``), local attributes (``shape[y]``), recipes (``sum[h](x) / size[h]``) and
-flops (``2 * k * numel[y]``).
+The same tree serves conditions (``when dropout_p > 0``), local attributes (``shape[y]``), recipes
+(``sum[h](x) / size[h]``) and flops (``2 * k * numel[y]``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
-from typing import Any
+from typing import Any, cast
 
 from partir.rules import syntax as sx
 
@@ -69,9 +69,9 @@ class Matching:
 
 def positions(value: Any, ndim: int) -> list[int]:
     """Return the dims that an attribute numbers: an int, a list, or None or [] for all."""
-    if value is None or (isinstance(value, (list, tuple)) and not value):
+    if value is None or value in ([], ()):
         return list(range(ndim))
-    listed: list[int] = list(value) if isinstance(value, (list, tuple)) else [value]  # pyright: ignore[reportUnknownArgumentType]
+    listed = list(cast("Sequence[int]", value)) if isinstance(value, list | tuple) else [int(value)]
     return [number % ndim for number in listed] if ndim else []
 
 
@@ -142,7 +142,7 @@ def _spread(
 
 
 def _wild_run(wild: list[sx.Item], run: int, matching: Matching) -> list[sx.Item]:
-    """Say which wild item each dim of the run belongs to: with both `*` and `...`, `*` has as many dims as were met before."""
+    """Say which wild item each dim of the run belongs to: beside `...`, `*` has as many as were met before."""
     if len({item.factors for item in wild}) == 1:
         return wild[:1] * run
     stars = min(len(matching.group(sx.STAR)), run)
@@ -187,7 +187,7 @@ def _single_sizes(matching: Matching) -> dict[str, int]:
 
 
 def _product_sizes(slots: list[Slot], sizes: dict[str, int]) -> None:
-    """Size the factors of product dims: what is left over, else the greatest common divisor of the dims that end in one."""
+    """Size the factors of product dims: what is left over, else the common divisor of the dims that end in one."""
     pending = [slot for slot in slots if any(factor not in sizes for factor in slot.factors)]
     while pending:
         progress = [slot for slot in pending if sum(factor not in sizes for factor in slot.factors) <= 1]

@@ -1,41 +1,45 @@
 """Parse rule files.
 
-An entry names an op and gives its signature, one name for each argument of the op's schema in order (trailing arguments with
-defaults may be left out), then clauses, one a line:
+An entry names an op and gives its signature, one name for each argument of the op's schema in order (trailing arguments
+with defaults may be left out), then clauses, one a line:
 
     op aten.linear(x[* k], w[n k], b?[n]) -> y[* n]
         sum k
 
 Signature:
     x[* k]          a tensor, its dims named by factors; a factor named twice has one size
-    *               any number of dims, aligned from the right and broadcast (size 1, or missing); they are factors `*0` (last), `*1`, ...
-    ...             any number of dims, never broadcast; dims whose sizes differ between tensors are whole and apart
-    (c*d)           one dim of two factors, c the major; unknown sizes come from the other dims, or as the greatest common divisor
-    1               a dim of size 1                   k~          a dim of k's size, or 1, or missing
-    d@dim           the dim numbered by attribute `dim` (one number, a list, or None for all); `...@dims` permutes
+    *               any number of dims, aligned from the right and broadcast (size 1, or missing): `*0` (last), `*1`
+    ...             any number of dims, never broadcast: factors `.0` (last), `.1`; dims whose sizes differ between
+                    tensors are whole and apart
+    (c*d)           one dim of two factors, c the major; sizes come from other dims, or as greatest common divisors
+    1               a dim of size 1
+    k~              a dim of k's size, or 1, or missing
+    d@dim           the dim numbered by attribute `dim` (a number, a list, or None for all); `...@dims` permutes
     1@dim?keepdim   only there when `keepdim` is true
-    b?[n]           may be None                       xs*[k] ys*[k]   a list of tensors; k' is another factor in each of them
+    b?[n]           may be None
+    xs*[k] ys*[k]   a list of tensors; k' is another factor in each of them
     eps             no brackets: an attribute, a Python value
     or (..) -> ..   another form of the op, tried when ranks, sizes or `when` refuse the first
 
 Clauses (a factor that none mentions is free):
-    sum k | max k | whole k [when condition]         splitting k leaves partial sums | maxima | is not possible
-    free k                                           splitting k changes nothing (of an operand read for its dtype only)
-    split h:  then  name = expression                how to run where h is split: sum[h](e), max[h](e) keep h as a dim of size 1,
-                                                     size[h], epsilon[x], default(eps, 1e-5), to(x, dtype), detach(x), arithmetic,
-                                                     comparisons, elementwise aten ops;
-                                                     an absent operand drops out of the sum or product it stands in
-    once b over k                                    only the first rank along k's axes adds b
-    index ids into v                                 shift ids, mask, look up the local part
-    random [when condition]                          the result is drawn
-    product [a b]                                    a matrix product (of these operands), placed by the placement file
-    linear x y                                       a sum pending in all of x and y passes; a second clause is an alternative
-    local size = shape[y]                            the attribute's value on one rank: shape[y], shape[y, dim], size[f], min, max, sum, len,
-                                                     part(list, start, count)
-    flops 2 * k * numel[y]                           floating point operations
-    when condition                                   the form applies only then
-    regroup | repeat repeats                         result dims regroup, or repeat, the operand's
-    example x[12 24], dim = 1                        inputs for check_rules, where the patterns do not say enough
+    sum k [when condition]      splitting k leaves partial sums; `max k` partial maxima
+    whole k [when condition]    k stays whole
+    free k [when condition]     splitting k changes nothing (of an operand read for its dtype only)
+    split h:                    then lines `name = expression`: how to run where h is split. sum[h](e), max[h](e) keep h as
+                                a dim of size 1; size[h], epsilon[x], default(eps, 1e-5), to(x, dtype), detach(x),
+                                arithmetic, comparisons, elementwise aten ops; an absent operand drops out of its sum or
+                                product
+    once b over k               only the first rank along k's axes adds b
+    index ids into v            shift ids, mask, look up the local part
+    random [when condition]     the result is drawn
+    product [a b]               a matrix product (of these operands), placed by the placement file
+    linear x y                  a sum pending in all of x and y passes; a second clause is an alternative
+    local size = shape[y]       the attribute's value on one rank: shape[y], shape[y, dim], size[f], min, max, sum, len,
+                                part(list, start, count)
+    flops 2 * k * numel[y]      floating point operations
+    when condition              the form applies only then
+    regroup | repeat repeats    result dims regroup, or repeat, the operand's
+    example x[12 24], dim = 1   inputs for check_rules, where the patterns do not say enough
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken, VisitError
@@ -84,8 +88,8 @@ def parse(text: str, path: str = "<rule>", start: str = "start") -> Any:
     """
     source = Source(path, text)
     try:
-        tree = _lark().parse(text + "\n", start=start)
-        result = ToSyntax(source).transform(tree)
+        tree: Any = cast(Any, _lark()).parse(text + "\n", start=start)
+        result: Any = cast(Any, ToSyntax(source)).transform(tree)
     except VisitError as error:
         if isinstance(error.orig_exc, RuleError):
             raise error.orig_exc from None
@@ -103,7 +107,7 @@ def _syntax_error(error: UnexpectedInput, source: Source) -> RuleError:
         )
     if not isinstance(error, UnexpectedToken):
         return source.error("the text ends too early", None, error.line, error.column)
-    token = error.token
+    token: Any = cast(Any, error).token
     accepts = {str(name) for name in (error.accepts or error.expected or ())}
     if token.type == "NAME" and {"SUM", "WHOLE"} <= accepts and "LPAR" not in accepts:
         return source.error(f"unknown clause `{token}`; known: {', '.join(CLAUSES)}", token)

@@ -58,7 +58,7 @@ def run_body(body: Body, binding: Binding, operands: Sequence[Any], backend: Bac
     Args:
         operands: the backend's value of every operand of the binding, in order (local blocks).
     """
-    names: dict[str, Any] = {name: value for name, value in binding.attributes.items()}
+    names: dict[str, Any] = dict(binding.attributes)
     for name, handle, dims in zip(binding.names, operands, binding.operands, strict=True):
         names[name] = Value(handle, dims)
     run = _Run(binding, names, backend)

@@ -26,7 +26,7 @@ def load(path: str | Path) -> RuleTable:
     """Return the rules of one file by op name, each checked against the schema of its op.
 
     Raises:
-        RuleError: syntax (with file, line, column and a caret), unknown names, an op that does not exist or has another arity.
+        RuleError: syntax (with file, line, column and a caret), unknown names, an op that does not exist or differs.
     """
     text = Path(path).read_text(encoding="utf-8")
     return _rules(text, str(path))
@@ -63,7 +63,7 @@ def builtin() -> RuleTable:
 def find(target: Any) -> Rule | None:
     """Return the rule of an op (`torch.ops.aten.linear.default`), or None.
 
-    The user's rules come first, then rules of exactly this overload, then those of all its overloads, then the pointwise tag.
+    The user's rules come first, then this overload's, then those of all its overloads, then the pointwise tag.
     """
     if not isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
         return None
@@ -141,7 +141,7 @@ def _overload(op: Any) -> Any:
     if isinstance(op, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
-        return op.default
+        return getattr(op, "default")  # noqa: B009
     target = getattr(op, "_opoverload", None)
     if target is None:
         name = getattr(op, "__name__", repr(op))
@@ -197,7 +197,8 @@ def misfit(form: sx.Form, schema: Any) -> str | None:
         return f"the rule names {len(form.parameters)} parameters ({mine}), the op has {len(arguments)} ({its})"
     left = [argument.name for argument in arguments[len(form.parameters) :] if not argument.has_default_value()]
     if left:
-        return f"the rule names {len(form.parameters)} parameters ({mine}), the op has {len(arguments)} ({its}) and needs {', '.join(left)}"
+        count = f"the rule names {len(form.parameters)} parameters ({mine}), the op has {len(arguments)} ({its})"
+        return f"{count} and needs {', '.join(left)}"
     for pattern, argument in zip(form.parameters, arguments, strict=False):
         kind = str(argument.type)
         if pattern.dims is None and "Tensor" in kind and "Optional" not in kind:
@@ -205,7 +206,8 @@ def misfit(form: sx.Form, schema: Any) -> str | None:
         if pattern.dims is not None and "Tensor" not in kind and kind != "number":
             return f"`{pattern.name}` has dims, but the op's {argument.name} is a {kind}"
         if pattern.dims is not None and pattern.listed != ("List" in kind):
-            return f"`{pattern.name}` is {'a list' if pattern.listed else 'one tensor'}, but the op's {argument.name} is a {kind}"
+            mine = "a list" if pattern.listed else "one tensor"
+            return f"`{pattern.name}` is {mine}, but the op's {argument.name} is a {kind}"
     listed = len(form.results) == 1 and form.results[0].listed
     if listed != (len(schema.returns) == 1 and "List" in str(schema.returns[0].type)):
         return f"the rule's result {'is' if listed else 'is not'} a list, the op's {'is not' if listed else 'is'}"

@@ -12,7 +12,7 @@ STAR = "*"
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a dims pattern: ``k``, ``(c*d)``, ``1``, ``*``, ``...``, with ``~`` (may be 1) and ``@attribute`` (its place).
+    """One item of a dims pattern: ``k``, ``(c*d)``, ``1``, ``*``, ``...``, with ``~`` (may be 1) and ``@attribute`` (place).
 
     factors: the factor names, major to minor; ``()`` for ``1``, ``("*",)`` and ``("...",)`` for any number of dims.
     at: the attribute that numbers the dim, or orders the dims of ``...``.
@@ -57,7 +57,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Factors:
-    """``sum k``, ``max k``, ``whole k``, ``free k``: what splitting a factor means, when the condition on attributes holds."""
+    """``sum k``, ``max k``, ``whole k``, ``free k``: what splitting a factor means, when the condition holds."""
 
     kind: str
     factors: tuple[str, ...]

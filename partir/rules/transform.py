@@ -24,7 +24,7 @@ class Entry:
 
 @v_args(inline=True)
 class ToSyntax(Transformer[Token, Any]):
-    """Turn the parse tree into values of syntax.py (names stay tokens, which know their place, until they are checked)."""
+    """Turn the parse tree into values of syntax.py (names stay tokens, which know their place, until checked)."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()

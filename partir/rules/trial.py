@@ -25,8 +25,11 @@ class Trial:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments, lists flattened."""
-        listed = [value if isinstance(value, list) else [value] for value in (*self.args, *self.kwargs.values())]
-        return [tensor for values in listed for tensor in cast("list[Any]", values) if isinstance(tensor, torch.Tensor)]
+        found: list[torch.Tensor] = []
+        for value in (*self.args, *self.kwargs.values()):
+            items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+            found += [item for item in items if isinstance(item, torch.Tensor)]
+        return found
 
 
 def make_trial(rule: Rule, form: sx.Form, generator: torch.Generator) -> Trial | str:
