@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partir.errors import PartirError, VerifyError
-from partir.mesh import Mesh
+from partir.layout import Layout
+from partir.mesh import Mesh, use_mesh
 from partir.passes import aot
 from partir.passes.differentiate import Differentiated, differentiate
 from partir.passes.node_facts import collective, is_view
@@ -51,8 +54,6 @@ def test_aot_contract() -> None:
     module, inputs, outputs = hand.finish(
         [(last(hand), "f64[] +x +y +z"), (cast(Node, whole.args[0]), "f64[48@x.z, 36@y]")]
     )
-    from partir.mesh import use_mesh
-
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     mode, arguments = aot.fake_arguments(values, [True, True])
     with mode, use_mesh(MESH):
@@ -246,8 +247,6 @@ def test_buckets_are_gathered_again() -> None:
     x = hand.input("x", "f64[48@x.z, 36@y]", "input")
     weight, bias = (hand.input(name, "f64[36@y.x]") for name in ("weight", "bias"))
     bucket = hand.call("all_gather_bucket", [weight, bias], "x")
-    import operator
-
     first, second = hand.call(operator.getitem, bucket, 0), hand.call(operator.getitem, bucket, 1)
     y = hand.call(aten.add.Tensor, hand.call(aten.mul.Tensor, x, first), second)
     derived = derive(hand, [(y, "f64[48@x.z, 36@y]")])
@@ -289,10 +288,6 @@ def test_a_gradient_of_another_shape_names_the_parameter() -> None:
     scale = hand.input("norm.weight", "f64[36@y]")
     y = hand.call(aten.mul.Tensor, x, scale)
     module, inputs, outputs = hand.finish([(y, "f64[48@x.z, 36@y]")])
-    from dataclasses import replace
-
-    from partir.layout import Layout
-
     wrong: tuple[Slot, ...] = (inputs[0], replace(inputs[1], layout=Layout.parse("f64[36@y.x]")))
     with pytest.raises(VerifyError, match=r"norm\.weight: its gradient is float64\[12\].*needs float64\[6\]"):
         differentiate(module, MESH, wrong, outputs)

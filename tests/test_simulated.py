@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from partir.blocks import shard
+from partir.collectives import current_backend
 from partir.errors import PartirError, VerifyError
 from partir.mesh import Mesh
 from partir.passes.differentiate import differentiate
@@ -294,8 +295,6 @@ def test_gradient_blocks_are_the_blocks_of_the_gradient() -> None:
 
 def place_along_y(tensor: Tensor) -> Tensor:
     """A local function that asks where it runs, as masked lookups do."""
-    from partir.collectives import current_backend
-
     return tensor + current_backend("test").coordinate(("y",))
 
 
