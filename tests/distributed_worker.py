@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -82,19 +83,27 @@ def _rank_main(rank: int, num_ranks: int, port: int, module: str, checks: list[s
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=40))
-    found = importlib.import_module(module)
-    for name in checks:
-        function: Callable[[int], None] = getattr(found, name)
+    def attempt(name: str, call: Callable[[], Any]) -> Any:
         began = time.monotonic()
         try:
-            function(rank)
-            sender.send((name, ""))
+            result = call()
         except Exception:
             sender.send((name, f"rank {rank} after {time.monotonic() - began:.1f} s:\n{traceback.format_exc()}"))
+            return None
+        sender.send((name, ""))
+        return result
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    limit = timedelta(seconds=100)
+    attempt("start", lambda: dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit))
+    found = attempt("import", lambda: importlib.import_module(module))
+    for name in checks:
+        attempt(name, partial(getattr(found, name, None), rank))  # pyright: ignore
+    # Nobody leaves before the others are done: rank 0 holds the store.
     sender.close()
+    if rank == 0:
+        time.sleep(1)
     os._exit(0)
 
 

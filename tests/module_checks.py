@@ -1,0 +1,209 @@
+"""What each of 8 gloo ranks checks of a parallelized module."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from examples.models.gpt import GPT, GPTConfig
+from partir.api import full_state_dict, parallelize
+from partir.errors import MeshError, PartirError, RankError
+from partir.module import parallelized
+from partir.runtime.parameters import (
+    full_gradient,
+    full_tensor,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+)
+from tests.distributed_checks import everyone_has, relative
+
+STEPS = 3
+
+
+class TwoLinears(nn.Module):
+    """Two linears, with a loss on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.second = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.second(torch.relu(self.first(x))) * scale
+
+
+def make_gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=48, block_size=8, num_layers=1, num_heads=8, hidden=64)).double()
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 48, (8, 8), generator=torch.Generator().manual_seed(1))
+
+
+def train_beside(sizes: tuple[int, ...]) -> tuple[GPT, GPT, Any]:
+    """Train a GPT and its twin on one device for a few steps; compare losses, gradients and parameters."""
+    model, twin, ids = make_gpt(), make_gpt(), tokens()
+    model = parallelize(model, sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    objects = list(model.parameters())
+    for step in range(STEPS):
+        loss, expected = model(ids, labels=ids), twin(ids, labels=ids)
+        assert everyone_has(loss.detach())
+        assert relative(loss.detach(), expected.detach()) < 1e-12
+        loss.backward()
+        expected.backward()
+        largest = max(float(cast(Tensor, q.grad).abs().max()) for q in twin.parameters())
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert relative(cast(Tensor, full_gradient(p)), cast(Tensor, q.grad), 1e-6 * largest) < 1e-10, (name, step)
+        norm = cast(Any, nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        assert relative(norm.full_tensor(), nn.utils.clip_grad_norm_(twin.parameters(), 0.5)) < 1e-12
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    assert all(p is q for p, q in zip(model.parameters(), objects, strict=True))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert relative(full_tensor(p), q.detach()) < 1e-9
+    return model, twin, (optimizer, other)
+
+
+def check_gpt_222(rank: int) -> None:
+    """Train, then leave and enter through state dicts, another signature, a copy."""
+    model, twin, (optimizer, other) = train_beside((2, 2, 2))
+    assert isinstance(model, GPT) and list(model.state_dict()) == list(twin.state_dict())
+    saved = {name: cast(DTensor, t).full_tensor() for name, t in model.state_dict().items()}
+    for name, t in twin.state_dict().items():
+        assert relative(saved[name], t) < 1e-9, name
+    qkv = cast(DTensor, model.get_parameter("blocks.0.attn.qkv.weight"))
+    assert relative(qkv.full_tensor().detach(), twin.get_parameter("blocks.0.attn.qkv.weight").detach()) > 0.1
+    assert sorted(full_state_dict(model)) == (sorted(twin.state_dict()) if rank == 0 else [])
+    _check_loads(model, twin)
+    moments = optimizer_state_dict(model, optimizer)["state"]
+    for index, expected in other.state_dict()["state"].items():
+        assert relative(moments[index]["exp_avg"].full_tensor(), expected["exp_avg"], 1e-6) < 1e-9
+    load_optimizer_state_dict(model, optimizer, other.state_dict())
+    model.eval(), twin.eval()
+    with torch.no_grad():
+        logits = model(tokens())
+        assert not isinstance(logits, DTensor) and relative(logits, twin(tokens())) < 1e-9
+        assert relative(copy.deepcopy(model)(tokens()), logits) == 0.0
+    assert len(parallelized(model)._programs) == 2  # pyright: ignore[reportPrivateUsage]
+
+
+def _check_loads(model: GPT, twin: GPT) -> None:
+    """Load the twin's whole tensors, and our own DTensors, in the original order."""
+    target = {name: t * 2 for name, t in twin.state_dict().items()}
+    model.load_state_dict(target)
+    for name, p in model.named_parameters():
+        assert torch.equal(full_tensor(p), target[name]), name
+    model.load_state_dict({name: cast(DTensor, t) * 0.5 for name, t in model.state_dict().items()})
+    for name, p in model.named_parameters():
+        assert torch.equal(full_tensor(p), twin.get_parameter(name)), name
+
+
+def check_gpt_811(rank: int) -> None:
+    train_beside((8, 1, 1))
+
+
+def check_gpt_181(rank: int) -> None:
+    train_beside((1, 8, 1))
+
+
+def check_gpt_118(rank: int) -> None:
+    train_beside((1, 1, 8))
+
+
+def check_gpt_421(rank: int) -> None:
+    train_beside((4, 2, 1))
+
+
+def check_bad_input(rank: int) -> None:
+    """Each mistake is an error on every rank, and the module works afterwards."""
+    assert "world size 8 does not fit mesh (x=2, y=2, z=1) of 4 ranks" in error_of(
+        MeshError, lambda: parallelize(TwoLinears(), (2, 2, 1))
+    )
+    message = error_of(RankError, lambda: parallelize(TwoLinears(), (2, 2, 2), memory="fast" if rank == 1 else "low"))
+    assert "model to parallelize differs between ranks: rank 1 from the others" in message
+    model = parallelize(TwoLinears(), (2, 2, 2))
+    error_of(PartirError, lambda: parallelize(model, (2, 2, 2)))
+    short = torch.ones(8 if rank == 6 else 16, 16)
+    message = error_of(RankError, lambda: model(short))
+    assert "rank 6 from the others" in message and "[8, 16]" in message and "[16, 16]" in message
+    other = torch.ones(16, 16) + (rank == 2)
+    assert "contents of the inputs differs between ranks: rank 2" in error_of(RankError, lambda: model(other))
+    x = torch.ones(16, 16)
+    before = model(x)
+    # Rank 6 would run the program that it has; the others would compile.
+    message = error_of(RankError, lambda: model(x if rank == 6 else torch.ones(32, 16)))
+    assert "rank 6 from the others" in message
+    message = error_of(Exception, lambda: model(x.to("meta") if rank == 0 else x))
+    assert "rank 0 from the others" in message
+    assert torch.equal(model(x), before)
+    with_seed = full_tensor(model.first.weight)
+    assert everyone_has(with_seed)
+
+
+def check_inputs_and_outputs_as_dtensors(rank: int) -> None:
+    """A DTensor input is taken as it is, its gradient comes back as it; sharded outputs are DTensors."""
+    torch.manual_seed(3)
+    model = TwoLinears().double()
+    twin = copy.deepcopy(model)
+    parallelize(model, (2, 2, 2), outputs="sharded")
+    session = parallelized(model).session(model)
+    assert session is not None
+    x = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).requires_grad_()
+    whole = x.detach().clone().requires_grad_()
+    y = model(whole)
+    assert isinstance(y, DTensor) and y.to_local().numel() * 8 == y.numel()
+    expected = twin(x)
+    assert relative(y.full_tensor(), expected) < 1e-12
+    expected.sin().sum().backward()
+    y.sin().sum().backward()
+    assert whole.grad is not None and relative(whole.grad, cast(Tensor, x.grad)) < 1e-10
+    again = DTensor.from_local(y.to_local().detach(), y.device_mesh, y.placements).requires_grad_()
+    z = model(again)
+    other = expected.detach().requires_grad_()
+    twin(other).sin().sum().backward()
+    z.sin().sum().backward()
+    assert isinstance(again.grad, DTensor) and again.grad.placements == again.placements
+    assert relative(again.grad.full_tensor(), cast(Tensor, other.grad)) < 1e-10
+
+
+def check_a_changed_parameter_is_noticed(rank: int) -> None:
+    model = parallelize(TwoLinears(), (2, 2, 2))
+    y = model(torch.ones(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    y.sum().backward(retain_graph=True)
+    optimizer.step()
+    try:
+        y.sum().backward()
+    except PartirError as error:
+        assert "was changed between forward and backward" in str(error)
+        return
+    raise AssertionError("not noticed")
+
+
+def check_torch_save_of_the_module(rank: int) -> None:
+    model = parallelize(TwoLinears(), (2, 2, 2), torch.ones(16, 16))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    x = torch.ones(16, 16)
+    assert relative(loaded(x).detach(), model(x).detach()) < 1e-6
+
+
+def error_of(kind: type[Exception], call: Any) -> str:
+    try:
+        call()
+    except kind as error:
+        dist.barrier()
+        return str(error)
+    raise AssertionError(f"rank {dist.get_rank()}: no {kind.__name__}")
