@@ -23,9 +23,10 @@ def place_axes(
 ) -> list[str]:
     """Give ``axes`` to the first sub-dims of the factors that they divide, editing ``assignment``; return those left over.
 
-    An axis stays with the sub-dim of the axis before it where that divides. Sub-dims that a chunk takes apart get none.
+    An axis stays with the sub-dim of the axis before it where that divides. Sub-dims that a chunk takes apart come last.
     """
-    pairs = [pair for pair in call.subfactors(names) if pair[0] not in call.unsplit and not call.subdim(pair).avoid]
+    pairs = [pair for pair in call.subfactors(names) if pair[0] not in call.unsplit]
+    pairs.sort(key=lambda pair: call.subdim(pair).avoid)
     missed: list[str] = []
     for axis in axes:
         pair = _first_divisible(call, pairs, axis, assignment, mesh)

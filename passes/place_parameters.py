@@ -64,7 +64,7 @@ def product_error(
 ) -> LayoutError:
     """Return the error for a product's index that its axes do not divide."""
     words = {"m": "rows (batch, sequence)", "k": "input features", "n": "output features"}
-    sizes = [call.subdim(pair).size for pair in call.subfactors(names) if not call.subdim(pair).avoid]
+    sizes = [call.subdim(pair).size for pair in call.subfactors(names)]
     shown = "*".join(str(size) for size in sizes) or "1"
     axis = ".".join(axes)
     needed = " or ".join(f"{axis}={mesh.extent(axes)}" for _ in [0])
