@@ -1,0 +1,196 @@
+"""The parallelized module in one process: in place, names kept, compiled once a signature, errors."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partir.api import full_state_dict, parallelize
+from partir.errors import MeshError, PartirError
+from partir.module import ParallelModule, Parallelized, parallelized
+from tests.module_checks import TwoLinears
+
+MESH = (2, 2, 2)
+
+
+class PairLoss(nn.Module):
+    """Returns a dict and tells apart two inputs that may be one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.table(ids)
+        logits = hidden @ self.table.weight.t()
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def num_programs(model: nn.Module) -> int:
+    return len(parallelized(model)._programs)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_in_place_and_returned() -> None:
+    model = TwoLinears()
+    keys, names, parameters = list(model.state_dict()), [n for n, _ in model.named_parameters()], list(model.parameters())
+    result = parallelize(model, MESH)
+    assert result is model and isinstance(model, TwoLinears) and isinstance(model, ParallelModule)
+    assert type(model).__name__ == "PartirTwoLinears"
+    assert inspect.signature(model.forward) == inspect.signature(TwoLinears().forward)
+    x = torch.randn(16, 16)
+    model(x).sum().backward()
+    assert list(model.state_dict()) == keys and [n for n, _ in model.named_parameters()] == names
+    assert all(p is q and p.grad is not None for p, q in zip(model.parameters(), parameters, strict=True))
+
+
+def test_equals_eager_and_trains() -> None:
+    torch.manual_seed(0)
+    twin = TwoLinears().double()
+    model = parallelize(copy.deepcopy(twin), MESH)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    x = torch.randn(16, 16, dtype=torch.float64)
+    for _ in range(3):
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_one_program_a_signature() -> None:
+    model = parallelize(TwoLinears(), MESH, torch.randn(16, 16))
+    assert num_programs(model) == 1
+    model(torch.randn(16, 16))
+    assert num_programs(model) == 1
+    model(torch.randn(16, 16), 2.0)
+    assert num_programs(model) == 2
+    with torch.no_grad():
+        first = model(torch.ones(16, 16), 2.0)
+    assert num_programs(model) == 3 and not first.requires_grad
+    model.eval()
+    torch.testing.assert_close(model(torch.ones(16, 16), 2.0), first)
+    assert num_programs(model) == 4
+    model(torch.randn(8, 16))
+    model.first.weight.requires_grad_(False)
+    model(torch.randn(8, 16)).sum().backward()
+    assert num_programs(model) == 6
+    assert model.first.weight.grad is None and model.second.weight.grad is not None
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    twin = PairLoss()
+    model = parallelize(copy.deepcopy(twin), MESH)
+    ids, labels = torch.arange(16).view(8, 2), torch.arange(16).flip(0).view(8, 2)
+    for given in (ids, labels):
+        expected = twin(ids, labels=given)
+        result = model(ids, labels=given)
+        torch.testing.assert_close(result["loss"], expected["loss"])
+        torch.testing.assert_close(result["logits"], expected["logits"])
+    assert num_programs(model) == 1
+
+
+def test_deepcopy_and_pickle() -> None:
+    model = parallelize(TwoLinears(), MESH)
+    x = torch.randn(16, 16)
+    expected = model(x)
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model) and torch.equal(twin(x), expected) and num_programs(twin) == 1
+    with torch.no_grad():
+        twin.first.weight.zero_()
+    assert torch.equal(model(x), expected) and not torch.equal(twin(x), expected)
+    loaded = cast(nn.Module, pickle.loads(pickle.dumps(model)))
+    assert type(loaded) is type(model) and num_programs(loaded) == 0 and torch.equal(loaded(x), expected)
+
+
+def test_state_dicts_load_both_ways() -> None:
+    twin = TwoLinears()
+    model = parallelize(TwoLinears(), MESH)
+    model.load_state_dict(twin.state_dict())
+    x = torch.randn(16, 16)
+    torch.testing.assert_close(model(x), twin(x))
+    other = TwoLinears()
+    other.load_state_dict(model.state_dict())
+    assert all(torch.equal(p, full_state_dict(model)[name]) for name, p in other.state_dict().items())
+
+
+def test_hooks_of_the_module_run_around_the_program() -> None:
+    model = parallelize(TwoLinears(), MESH)
+    seen: list[tuple[int, ...]] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    model(torch.randn(16, 16))
+    assert seen == [(16, 16)]
+
+
+def test_a_failed_compilation_leaves_the_module_usable() -> None:
+    model = parallelize(TwoLinears(), MESH)
+    with pytest.raises(PartirError):
+        model(torch.randn(16, 17))
+    assert isinstance(model, ParallelModule)
+    assert model(torch.randn(16, 16)).shape == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": "tiny"}, "memory='tiny' is not understood; choose from 'low', 'fast'."),
+        ({"outputs": "none"}, "outputs='none' is not understood; choose from 'auto', 'whole', 'sharded'."),
+        ({"check_inputs": "often"}, "check_inputs='often' is not understood"),
+    ],
+)
+def test_options_are_checked(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartirError, match=message):
+        parallelize(TwoLinears(), MESH, **change)
+
+
+def test_mistakes() -> None:
+    model = parallelize(TwoLinears(), MESH)
+    with pytest.raises(PartirError, match=r"PartirTwoLinears is already parallelized over \(x=2, y=2, z=2\)"):
+        parallelize(model, MESH)
+    with pytest.raises(MeshError, match="sizes are 1 or more"):
+        parallelize(TwoLinears(), (2, 0, 2))
+    patched = TwoLinears()
+    patched.forward = lambda x: x  # pyright: ignore
+    with pytest.raises(PartirError, match="has a forward set on the instance"):
+        parallelize(patched, MESH)
+    with pytest.raises(PartirError, match="Linear is not parallelized"):
+        parallelized(nn.Linear(1, 1))
+
+
+def test_the_call_counter_counts_calls() -> None:
+    model = parallelize(TwoLinears(), MESH, torch.randn(16, 16))
+    state: Parallelized = parallelized(model)
+    assert state.calls == 0
+    model(torch.randn(16, 16))
+    assert state.calls == 1
+
+
+def test_dropout_differs_by_call_and_repeats_with_the_counter() -> None:
+    model = parallelize(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)), MESH)
+    x = torch.ones(16, 16)
+    torch.manual_seed(5)
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    parallelized(model).calls = 0
+    assert torch.equal(model(x), first)
+    torch.manual_seed(6)
+    parallelized(model).calls = 0
+    assert not torch.equal(model(x), first)
+
+
+def test_buffers_are_written_back() -> None:
+    twin = nn.BatchNorm1d(8)
+    model = parallelize(copy.deepcopy(twin), MESH)
+    x = torch.randn(16, 8)
+    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(model.running_mean, twin.running_mean)
+    assert int(cast(Tensor, model.num_batches_tracked)) == 1
