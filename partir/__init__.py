@@ -1,0 +1,14 @@
+"""partir: a declarative graph compiler and auto-partitioner for PyTorch.
+
+    model = partir.parallelize(model, mesh=(4, 4, 4))
+"""
+
+from partir.api import full_state_dict, parallelize
+from partir.equivalence import verify
+from partir.errors import PartirError
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.rules import rule
+from partir.runtime.record import record_communication
+
+__all__ = ["Layout", "Mesh", "PartirError", "full_state_dict", "parallelize", "record_communication", "rule", "verify"]

@@ -175,6 +175,10 @@ class Parallelized:
         with original_class(model):
             return self.compiler.compile(model, args, kwargs, self.mesh, self.options, self.layouts, given)
 
+    def programs(self) -> tuple[Program, ...]:
+        """Return the programs compiled so far."""
+        return tuple(cast(Program, entry.compiled.program) for entry in self._programs.values())
+
     def _input_names(self, model: nn.Module, structure: Any) -> list[str]:
         with original_class(model):
             return self.compiler.names(model, structure)

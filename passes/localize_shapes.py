@@ -138,6 +138,11 @@ def _dropout(binding: Binding, read: list[Node], seed: Node, site: int, text: st
 _RANDOM = {"aten::dropout": _dropout}
 
 
+def is_drawn_by_index(node: Node) -> bool:
+    """Return whether the random numbers of a call can be drawn by global index."""
+    return str(cast(Any, node.target)._schema.name) in _RANDOM
+
+
 def local_factor_sizes(binding: Binding, node: Node, mesh: Mesh) -> dict[str, int]:
     """Return each split factor's size on one rank, read from the layouts of the call's operands and results."""
     sizes: dict[str, int] = {}

@@ -28,9 +28,9 @@ from partir.passes.bucket_vectors import bucket_vectors
 from partir.passes.decompose_ops import decompose_ops
 from partir.passes.differentiate import differentiate
 from partir.passes.expand_recipes import expand_recipes
-from partir.passes.factorise_dims import factorise_dims
+from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.insert_collectives import insert_collectives
-from partir.passes.localize_shapes import localize_shapes
+from partir.passes.localize_shapes import is_drawn_by_index, localize_shapes
 from partir.passes.match_pins import match_pins
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
@@ -160,7 +160,10 @@ def copy_graph(graph_module: GraphModule) -> GraphModule:
 
 
 def _has_rule(node: Node) -> bool:
-    return rules.find(node.target) is not None
+    """Attention with dropout has a rule, but its random numbers are hidden inside: it is decomposed."""
+    if rules.find(node.target) is None:
+        return False
+    return is_drawn_by_index(node) or not bind(node).random
 
 
 def _placeholders(graph_module: GraphModule) -> list[Node]:

@@ -1,0 +1,181 @@
+"""Compare a module on one device with the same module on a simulated mesh, in float64: loss, outputs, every gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from partir.api import parallelize
+from partir.errors import PartirError, VerifyError
+from partir.mesh import Mesh
+from partir.module import parallelized
+from partir.passes.trace import flatten_inputs
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a mesh is from one device: the largest relative difference of each tensor.
+
+    The relative difference of a tensor is ``max|a - b| / max(max|b|, 1e-6 * the largest |b| of all its kind)``: a key bias
+    has a gradient that is zero but for rounding.
+
+    Args:
+        mesh: the simulated mesh.
+        reference: what it was compared with.
+        loss: relative difference of the loss.
+        outputs: of each output.
+        gradients: of each parameter's gradient, by name.
+        tolerance: the largest difference allowed.
+    """
+
+    mesh: Mesh
+    reference: str
+    loss: float
+    outputs: tuple[float, ...]
+    gradients: Mapping[str, float]
+    tolerance: float
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of all."""
+        return max([self.loss, *self.outputs, *self.gradients.values()])
+
+    def __str__(self) -> str:
+        rows = [("loss", self.loss), *((f"output {i}", d) for i, d in enumerate(self.outputs)), *self.gradients.items()]
+        width = max(len(name) for name, _ in rows)
+        head = f"mesh {self.mesh} against {self.reference}, float64, largest relative differences"
+        return "\n".join([head, *(f"  {name:<{width}}  {value:.2e}" for name, value in rows)])
+
+
+def verify(
+    model: nn.Module,
+    mesh: Any,
+    example_inputs: Any = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tolerance: float = 1e-10,
+    memory: str = "low",
+    vectors: str = "balanced",
+    pin: Mapping[str, str] | None = None,
+) -> Report:
+    """Run a copy of a module on one device and on a simulated mesh, in float64, and compare them.
+
+    The loss is the first 0-d output that has a gradient, else a weighted sum of all outputs. A model that draws random
+    numbers is compared with itself on mesh (1, 1, 1), where it draws the same ones.
+
+    Args:
+        model: a module with weights; it is left as it is.
+        mesh: as ``partir.parallelize`` takes it.
+        example_inputs: a tensor or a tuple of arguments.
+        example_kwargs: keyword arguments.
+        tolerance: largest relative difference allowed; 1e-5 where the model itself computes in float32.
+
+    Raises:
+        VerifyError: names the first output or parameter that differs, and by how much.
+    """
+    _refuse_meta(model)
+    args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    args, kwargs = _to_double((args, dict(example_kwargs or {})))
+    options = {"memory": memory, "vectors": vectors, "pin": pin, "outputs": "whole"}
+    parallel = parallelize(_double(model), mesh, **cast(Any, options))
+    ours = _run(parallel, args, kwargs)
+    random = any(slot.kind == "seed" for program in parallelized(parallel).programs() for slot in program.inputs)
+    single = parallelize(_double(model), (1, 1, 1), **cast(Any, options)) if random else _double(model)
+    theirs = _run(single, args, kwargs)
+    reference = "mesh (1, 1, 1)" if random else "one device"
+    report = _compare(Mesh.parse(mesh), reference, ours, theirs, tolerance)
+    _raise_on_difference(report)
+    return report
+
+
+@dataclass(frozen=True)
+class _Result:
+    loss: Tensor
+    outputs: tuple[Tensor, ...]
+    gradients: Mapping[str, Tensor | None]
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise PartirError(f"{name} is on the meta device: verify needs weights. Use model.to_empty(device='cpu') and initialise it.")
+
+
+def _double(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
+
+
+def _to_double(value: Any) -> Any:
+    def convert(item: Any) -> Any:
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return item.detach().double().requires_grad_(item.requires_grad)
+        return item
+
+    return torch.utils._pytree.tree_map(convert, value)
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
+    model.zero_grad()
+    tensors, _ = flatten_inputs((model(*args, **kwargs),), {})
+    outputs = tuple(tensor for tensor in tensors)
+    loss = _loss(outputs)
+    if loss.requires_grad:
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return _Result(loss.detach(), tuple(output.detach() for output in outputs), gradients)
+
+
+def _loss(outputs: tuple[Tensor, ...]) -> Tensor:
+    for output in outputs:
+        if output.dim() == 0 and output.requires_grad:
+            return output
+    total = torch.zeros((), dtype=torch.float64)
+    for number, output in enumerate(output for output in outputs if output.is_floating_point()):
+        weights = torch.arange(1, output.numel() + 1, dtype=torch.float64).mul(0.7 + number).sin().view(output.shape)
+        total = total + (output.double().cpu() * weights).sum()
+    return total
+
+
+def relative_difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
+    """Return ``max|a - b| / max(max|b|, scale)``; 0 for two zero or empty tensors."""
+    if a.shape != b.shape:
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = float(torch.where(same, 0.0, (a - b).abs()).max())
+    if difference != difference:
+        return float("inf")
+    return difference / max(float(b.abs().max()), scale) if difference else 0.0
+
+
+def _compare(mesh: Mesh, reference: str, ours: _Result, theirs: _Result, tolerance: float) -> Report:
+    known = [g for g in theirs.gradients.values() if g is not None]
+    scale = 1e-6 * max([float(g.abs().max()) for g in known if g.numel()], default=0.0)
+    gradients: dict[str, float] = {}
+    for name, expected in theirs.gradients.items():
+        found = ours.gradients[name]
+        if expected is None or found is None:
+            present = found if expected is None else expected
+            gradients[name] = 0.0 if present is None or not bool(present.any()) else float("inf")
+            continue
+        gradients[name] = relative_difference(found, expected, scale)
+    outputs = tuple(relative_difference(a, b) for a, b in zip(ours.outputs, theirs.outputs, strict=True))
+    return Report(mesh, reference, relative_difference(ours.loss, theirs.loss), outputs, gradients, tolerance)
+
+
+def _raise_on_difference(report: Report) -> None:
+    rows = [("the loss", report.loss), *((f"output {i}", d) for i, d in enumerate(report.outputs))]
+    rows += [(f"the gradient of {name}", d) for name, d in report.gradients.items()]
+    for what, difference in rows:
+        if not difference <= report.tolerance:
+            raise VerifyError(
+                f"on mesh {report.mesh} {what} differs from {report.reference}'s by {difference:.2e} (relative), more than "
+                f"{report.tolerance:.0e}. This is a bug in partir or in a rule; partir.check_rules() finds wrong rules."
+            )
