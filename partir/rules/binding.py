@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import sympy
+import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 from partir.errors import RuleError
 from partir.rules.expressions import Binary, Call, Constant, Expression, Lookup, Name, Unary, evaluate

@@ -17,9 +17,7 @@ from partir.rules.recipe import run_body
 Dim = tuple[str, ...]
 
 
-def take(
-    tensor: torch.Tensor, dims: Sequence[Dim], sizes: Mapping[str, int], factor: str, block: int, count: int
-) -> torch.Tensor:
+def take(tensor: torch.Tensor, dims: Sequence[Dim], sizes: Mapping[str, int], factor: str, block: int, count: int) -> torch.Tensor:
     """Return one block of a tensor along a factor (which may be a part of a product dim).
 
     >>> take(torch.arange(6), [("c", "d")], {"c": 3, "d": 2}, "d", 1, 2).tolist()
@@ -73,9 +71,7 @@ def run_in_blocks(
     return tuple(_together(list(column), dims, binding, factor, kind) for column, dims in columns)
 
 
-def _together(
-    blocks: list[torch.Tensor], dims: Sequence[Dim], binding: Binding, factor: str, kind: str
-) -> torch.Tensor:
+def _together(blocks: list[torch.Tensor], dims: Sequence[Dim], binding: Binding, factor: str, kind: str) -> torch.Tensor:
     kept = any(factor in dim for dim in dims)
     if kind == "max" and not kept:
         return torch.stack(blocks).amax(0)

@@ -233,9 +233,7 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _gradients(
-    results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], trial: Trial
-) -> list[torch.Tensor]:
+def _gradients(results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], trial: Trial) -> list[torch.Tensor]:
     """Return the gradient of every tensor of the call that has one."""
     wanted = [leaf for leaf in trial.tensors() if leaf.requires_grad]
     pairs = zip(results, cotangents, strict=True)

@@ -111,12 +111,16 @@ def _part(items: list[Any], start: int, count: int) -> list[Any]:
     return items[start : start + count]
 
 
+def _divide(left: Any, right: Any) -> Any:
+    return left / right
+
+
 COMPARISONS = ("==", "!=", "<=", ">=", "<", ">")
 PRECEDENCE = {"or": 0, "and": 1, **dict.fromkeys(COMPARISONS, 3), "+": 4, "-": 4, "*": 5, "/": 5}
 LIST_FUNCTIONS: dict[str, Callable[..., Any]] = {"len": len, "min": min, "max": max, "sum": sum, "part": _part}
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": _divide,
 }  # fmt: skip
 
 
@@ -144,9 +148,7 @@ def walk(expression: Expression) -> list[Expression]:
     return [expression, *(part for child in children for part in walk(child))]
 
 
-def evaluate(
-    expression: Expression, names: Mapping[str, Any], lookup: Callable[[str, tuple[str, ...]], Any] | None = None
-) -> Any:
+def evaluate(expression: Expression, names: Mapping[str, Any], lookup: Callable[[str, tuple[str, ...]], Any] | None = None) -> Any:
     """Return the Python value of an expression of plain values.
 
     Args:

@@ -57,9 +57,7 @@ class Matching:
             for slot in tensor:
                 if prod(sizes[factor] for factor in slot.factors) != slot.size:
                     raise Mismatch(f"dim ({'*'.join(slot.factors)}) has size {slot.size}")
-        ones = {
-            factor for factor, size in sizes.items() if size == 1 and (factor[0] in "*." or self._in_product(factor))
-        }
+        ones = {factor for factor, size in sizes.items() if size == 1 and (factor[0] in "*." or self._in_product(factor))}
         dims = [tuple(tuple(f for f in slot.factors if f not in ones) for slot in tensor) for tensor in self.tensors]
         return dims, {factor: size for factor, size in sizes.items() if factor not in ones}
 
@@ -89,9 +87,7 @@ def _match(pattern: sx.Pattern, shape: tuple[int, ...], matching: Matching, elem
     for place, item in zip(free, names, strict=True):
         if not item.wild:
             slots[place] = Slot(_factors(item, matching, element), shape[place], item.broadcast)
-    for (place, item), number in zip(
-        [pair for pair in zip(free, names, strict=True) if pair[1].wild], ordered, strict=True
-    ):
+    for (place, item), number in zip([pair for pair in zip(free, names, strict=True) if pair[1].wild], ordered, strict=True):
         star = item.factors == (sx.STAR,)
         slots[place] = Slot((matching.name(item.factors[0], str(number)),), shape[place], star, wild=True)
     return [slot for slot in slots if slot is not None]
@@ -114,14 +110,10 @@ def _place_at(
 
 
 def _factors(item: sx.Item, matching: Matching, element: int | None, suffix: str = "") -> tuple[str, ...]:
-    return tuple(
-        matching.name(factor, suffix + (str(element) if factor.endswith("'") else "")) for factor in item.factors
-    )
+    return tuple(matching.name(factor, suffix + (str(element) if factor.endswith("'") else "")) for factor in item.factors)
 
 
-def _spread(
-    items: list[sx.Item], count: int, pattern: sx.Pattern, shape: tuple[int, ...], matching: Matching
-) -> list[sx.Item]:
+def _spread(items: list[sx.Item], count: int, pattern: sx.Pattern, shape: tuple[int, ...], matching: Matching) -> list[sx.Item]:
     """Repeat the wild items until the items fill `count` dims."""
     wild = [place for place, item in enumerate(items) if item.wild]
     if not wild:
@@ -135,9 +127,7 @@ def _spread(
         after = after[1:]
     run = count - len(before) - len(after)
     if run < 0:
-        raise Mismatch(
-            f"{pattern} has at least {len(before) + len(after)} dims, the tensor has {len(shape)}: {list(shape)}"
-        )
+        raise Mismatch(f"{pattern} has at least {len(before) + len(after)} dims, the tensor has {len(shape)}: {list(shape)}")
     return [*before, *_wild_run([items[place] for place in wild], run, matching), *after]
 
 

@@ -25,8 +25,8 @@ Clauses (a factor that none mentions is free):
     sum k [when condition]      splitting k leaves partial sums; `max k` partial maxima
     whole k [when condition]    k stays whole
     free k [when condition]     splitting k changes nothing (of an operand read for its dtype only)
-    split h:                    then lines `name = expression`: how to run where h is split. sum[h](e), max[h](e) keep h as
-                                a dim of size 1; size[h], epsilon[x], default(eps, 1e-5), to(x, dtype), detach(x),
+    split h:                    then lines `name = expression`: how to run where h is split. sum[h](e), max[h](e) keep h
+                                as a dim of size 1; size[h], epsilon[x], default(eps, 1e-5), to(x, dtype), detach(x),
                                 arithmetic, comparisons, elementwise aten ops; an absent operand drops out of its sum or
                                 product
     once b over k               only the first rank along k's axes adds b
@@ -56,7 +56,9 @@ from partir.errors import RuleError
 from partir.rules.source import Source
 from partir.rules.transform import ToSyntax, plain
 
-CLAUSES = "sum max whole free once index random split flops product linear local regroup repeat when example or op place".split()
+CLAUSES = (
+    "sum max whole free once index random split flops product linear local regroup repeat when example".split() + "or op place".split()
+)
 PLACE_CLAUSES = "state start rest swap hidden".split()
 
 
@@ -76,9 +78,7 @@ class _DropNewlinesInBrackets:
 @cache
 def _lark() -> Lark:
     text = resources.files("partir.rules").joinpath("grammar.lark").read_text(encoding="utf-8")
-    return Lark(
-        text, parser="lalr", start=["start", "inline"], postlex=_DropNewlinesInBrackets(), maybe_placeholders=True
-    )  # type: ignore[arg-type]
+    return Lark(text, parser="lalr", start=["start", "inline"], postlex=_DropNewlinesInBrackets(), maybe_placeholders=True)  # type: ignore[arg-type]
 
 
 def parse(text: str, path: str = "<rule>", start: str = "start") -> Any:
@@ -89,7 +89,7 @@ def parse(text: str, path: str = "<rule>", start: str = "start") -> Any:
     source = Source(path, text)
     try:
         tree: Any = cast(Any, _lark()).parse(text + "\n", start=start)
-        result: Any = cast(Any, ToSyntax(source)).transform(tree)
+        result: Any = ToSyntax(source).transform(tree)
     except VisitError as error:
         if isinstance(error.orig_exc, RuleError):
             raise error.orig_exc from None
@@ -102,9 +102,7 @@ def parse(text: str, path: str = "<rule>", start: str = "start") -> Any:
 def _syntax_error(error: UnexpectedInput, source: Source) -> RuleError:
     """Say what stands at the place and what could stand there instead."""
     if isinstance(error, UnexpectedCharacters):
-        return source.error(
-            f"unexpected character `{source.character(error.line, error.column)}`", None, error.line, error.column
-        )
+        return source.error(f"unexpected character `{source.character(error.line, error.column)}`", None, error.line, error.column)
     if not isinstance(error, UnexpectedToken):
         return source.error("the text ends too early", None, error.line, error.column)
     token: Any = cast(Any, error).token
@@ -124,6 +122,4 @@ def _spell(terminal: str) -> str:
     for definition in _lark().terminals:
         if definition.name == terminal and definition.pattern.type == "str":
             return f"`{definition.pattern.value}`"
-    return {"_NL": "end of line", "$END": "end of text", "NAME": "a name", "NUMBER": "a number"}.get(
-        terminal, terminal.lower()
-    )
+    return {"_NL": "end of line", "$END": "end of text", "NAME": "a name", "NUMBER": "a number"}.get(terminal, terminal.lower())

@@ -133,9 +133,7 @@ def _build(path: str, children: Any, vectors: dict[str, dict[str, VectorRest]], 
     start, lookup = found["start"]
     one, other = map(str, found["swap"])
     rest = _rest(found["rest"][0], matrices, source)
-    return Placement(
-        Path(path).stem, matrices, states, str(start), str(lookup or start), rest, {one: other, other: one}, vectors
-    )
+    return Placement(Path(path).stem, matrices, states, str(start), str(lookup or start), rest, {one: other, other: one}, vectors)
 
 
 def _assign(assignments: Any, indices: set[str], source: Source) -> dict[str, Axes]:

@@ -16,9 +16,10 @@ import torch
 from partir.errors import RuleError
 from partir.rules import expressions as ex
 from partir.rules.binding import Binding, Body, Dims
+from partir.rules.ops import is_overload, overloads
 
 aten = torch.ops.aten
-ARITHMETIC = {
+ARITHMETIC: dict[str, Any] = {
     "+": aten.add.Tensor, "-": aten.sub.Tensor, "*": aten.mul.Tensor, "/": aten.div.Tensor,
     "==": aten.eq, "!=": aten.ne, "<": aten.lt, "<=": aten.le, ">": aten.gt, ">=": aten.ge,
     "and": aten.logical_and.default, "or": aten.logical_or.default,
@@ -94,9 +95,7 @@ class _Run:
             case ex.Call("detach", (inner,)):
                 return self.elementwise(lambda _: aten.detach.default, [self.value(inner)])
             case ex.Call(function, arguments):
-                return self.elementwise(
-                    partial(elementwise, function), [self.value(argument) for argument in arguments]
-                )
+                return self.elementwise(partial(elementwise, function), [self.value(argument) for argument in arguments])
             case ex.Unary(sign, inner):
                 value = self.value(inner)
                 op = aten.logical_not.default if sign == "not" else aten.neg.default
@@ -158,7 +157,7 @@ class _Run:
 def _operator(sign: str, values: list[Any]) -> Any:
     """Return the overload of an arithmetic op or comparison for tensors or a number on the right."""
     op = ARITHMETIC[sign]
-    if isinstance(op, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+    if is_overload(op):
         return op
     return op.Tensor if isinstance(values[1], Value) else op.Scalar
 
@@ -167,8 +166,8 @@ def _operator(sign: str, values: list[Any]) -> Any:
 def _overloads(function: str) -> tuple[Any, ...]:
     """Return the overloads of an elementwise op that make a tensor, those with the pointwise tag first."""
     packet = getattr(aten, function)
-    overloads = [getattr(packet, name) for name in packet.overloads() if "out" not in name]
-    tensors = [op for op in overloads if [str(value.type) for value in op._schema.returns] == ["Tensor"]]
+    found = [op for op in overloads(packet) if "out" not in op._schema.overload_name]
+    tensors = [op for op in found if [str(value.type) for value in op._schema.returns] == ["Tensor"]]
     return tuple(sorted(tensors, key=lambda op: torch.Tag.pointwise not in op.tags))
 
 
@@ -176,13 +175,8 @@ def elementwise(function: str, values: list[Any]) -> Any:
     """Return the overload of an elementwise aten op whose schema takes these tensors and numbers."""
     for op in _overloads(function):
         arguments = op._schema.arguments
-        if len(values) > len(arguments) or any(
-            not argument.has_default_value() for argument in arguments[len(values) :]
-        ):
+        if len(values) > len(arguments) or any(not argument.has_default_value() for argument in arguments[len(values) :]):
             continue
-        if all(
-            ("Tensor" in str(argument.type)) == isinstance(value, Value)
-            for argument, value in zip(arguments, values, strict=False)
-        ):
+        if all(("Tensor" in str(argument.type)) == isinstance(value, Value) for argument, value in zip(arguments, values, strict=False)):
             return op
     raise RuleError(f"no elementwise aten op {function} takes these {len(values)} arguments")

@@ -12,6 +12,7 @@ import torch
 
 from partir.errors import RuleError
 from partir.rules import syntax as sx
+from partir.rules.ops import is_overload, is_packet, overloads, qualified_name
 from partir.rules.parser import parse
 from partir.rules.rule import Rule
 from partir.rules.transform import Entry
@@ -65,18 +66,16 @@ def find(target: Any) -> Rule | None:
 
     The user's rules come first, then this overload's, then those of all its overloads, then the pointwise tag.
     """
-    if not isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+    if not is_overload(target):
         return None
-    schema = target._schema  # pyright: ignore[reportPrivateUsage]
-    overload = schema.overload_name or "default"
-    base = schema.name.replace("::", ".")
+    schema = target._schema
+    exact = qualified_name(schema)
+    base = exact.rpartition(".")[0]
     for table in (_user_rules, builtin()):
-        for name in (f"{base}.{overload}", base):
+        for name in (exact, base):
             rule_found = table.get(name)
-            if rule_found is not None and (
-                name != base or any(misfit(form, schema) is None for form in rule_found.forms)
-            ):
-                return Rule(f"{base}.{overload}", rule_found.forms, rule_found.where, schema)
+            if rule_found is not None and (name != base or any(misfit(form, schema) is None for form in rule_found.forms)):
+                return Rule(exact, rule_found.forms, rule_found.where, schema)
     return pointwise(target) if torch.Tag.pointwise in target.tags else None
 
 
@@ -85,19 +84,13 @@ def pointwise(target: Any) -> Rule:
     schema = target._schema
     star = (sx.Item((sx.STAR,)),)
     parameters = tuple(
-        sx.Pattern(argument.name, star if "Tensor" in str(argument.type) else None, optional=True)
-        for argument in schema.arguments
+        sx.Pattern(argument.name, star if "Tensor" in str(argument.type) else None, optional=True) for argument in schema.arguments
     )
     taken = {pattern.name for pattern in parameters}
-    names = (
-        ("result" if "y" in taken else "y",)
-        if len(schema.returns) == 1
-        else tuple(f"y{i}" for i in range(len(schema.returns)))
-    )
+    names = ("result" if "y" in taken else "y",) if len(schema.returns) == 1 else tuple(f"y{i}" for i in range(len(schema.returns)))
     random = (sx.Random(),) if torch.Tag.nondeterministic_seeded in target.tags else ()
     form = sx.Form(parameters, tuple(sx.Pattern(name, star) for name in names), random)
-    overload = schema.overload_name or "default"
-    return Rule(f"{schema.name.replace('::', '.')}.{overload}", (form,), "pointwise tag", schema)
+    return Rule(qualified_name(schema), (form,), "pointwise tag", schema)
 
 
 def rule(text: str) -> Callable[[Op], Op]:
@@ -119,7 +112,7 @@ def rule(text: str) -> Callable[[Op], Op]:
     def register(op: Op) -> Op:
         target = _overload(op)
         schema = target._schema
-        name = f"{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
+        name = qualified_name(schema)
         reason = misfit(form, schema)
         if reason is not None:
             raise RuleError(f"{name}: {reason}")
@@ -138,16 +131,14 @@ def forget(name: str) -> None:
 
 def _overload(op: Any) -> Any:
     """Return the OpOverload behind what `torch.library.custom_op` returns, or the overload itself."""
-    if isinstance(op, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+    if is_overload(op):
         return op
-    if isinstance(op, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
-        return getattr(op, "default")  # noqa: B009
+    if is_packet(op):
+        return op.default
     target = getattr(op, "_opoverload", None)
     if target is None:
         name = getattr(op, "__name__", repr(op))
-        raise RuleError(
-            f"{name} is no torch op: make it one with @torch.library.custom_op(...) under @partir.rule(...)"
-        )
+        raise RuleError(f"{name} is no torch op: make it one with @torch.library.custom_op(...) under @partir.rule(...)")
     return target
 
 
@@ -173,10 +164,10 @@ def _schemas(name: str) -> list[Any]:
     """Return the schemas that `namespace.op` or `namespace.op.overload` names."""
     namespace, op, *overload = name.split(".")
     packet = getattr(getattr(torch.ops, namespace), op, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
+    if not is_packet(packet):
         return []
-    found = [each for each in packet.overloads() if not overload or each == overload[0]]
-    schemas = [getattr(packet, each)._schema for each in found]
+    schemas = [each._schema for each in overloads(packet)]
+    schemas = [schema for schema in schemas if not overload or qualified_name(schema) == name]
     return [schema for schema in schemas if overload or not any(argument.is_out for argument in schema.arguments)]
 
 

@@ -58,9 +58,7 @@ def _cuts(sizes: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _side(
-    sizes: Sequence[int], names: dict[tuple[int, int, bool], str], table: dict[str, int], whole: set[str], mark: str
-) -> Dims:
+def _side(sizes: Sequence[int], names: dict[tuple[int, int, bool], str], table: dict[str, int], whole: set[str], mark: str) -> Dims:
     """Name the factors of each dim; dims inside a span without refinement get whole factors of their own."""
     dims: list[tuple[str, ...]] = []
     stride = 1
@@ -79,12 +77,6 @@ def _side(
 
 def _apart(before: Sequence[int], after: Sequence[int]) -> Regrouping:
     """Give every dim a whole factor of its own (tensors without elements)."""
-    names = [
-        tuple((f"v{mark}.{number}",) for number in range(len(dims))) for dims, mark in ((before, ""), (after, "'"))
-    ]
-    table = {
-        name[0]: size
-        for side, dims in zip(names, (before, after), strict=True)
-        for name, size in zip(side, dims, strict=True)
-    }
+    names = [tuple((f"v{mark}.{number}",) for number in range(len(dims))) for dims, mark in ((before, ""), (after, "'"))]
+    table = {name[0]: size for side, dims in zip(names, (before, after), strict=True) for name, size in zip(side, dims, strict=True)}
     return Regrouping(names[0], names[1], table, frozenset(table))

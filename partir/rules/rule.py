@@ -47,9 +47,7 @@ class Rule:
                 return _Binder(self, form, values).bind(results)
             except Mismatch as reason:
                 reasons.append(f"{form.signature}: {reason}")
-        shapes = ", ".join(
-            f"{name}{list(value.shape)}" for name, value in values.items() if isinstance(value, torch.Tensor)
-        )
+        shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in values.items() if isinstance(value, torch.Tensor))
         raise RuleError(f"{self.where}: the rule of {self.name} does not fit {shapes}\n  " + "\n  ".join(reasons))
 
 
@@ -100,11 +98,7 @@ class _Binder:
             whole=whole | rest,
             sums=sums,
             maxima=maxima,
-            once=tuple(
-                (place, self._known(clause.factors))
-                for clause in self._of(sx.Once)
-                for place in self._places(clause.operand)
-            ),
+            once=tuple((place, self._known(clause.factors)) for clause in self._of(sx.Once) for place in self._places(clause.operand)),
             index=tuple(self._index(operands)),
             random=any(self._holds(clause.condition) for clause in self._of(sx.Random)),
             splits=self._splits(),
@@ -138,9 +132,7 @@ class _Binder:
                 elif tensor is None and not pattern.optional:
                     raise Mismatch(f"{pattern.name} is None")
         missed = [name for name, value in self.attributes.items() if _holds_tensors(value) and name not in self.names]
-        missed += [
-            name for name, value in list(self.values.items())[len(self.form.parameters) :] if _holds_tensors(value)
-        ]
+        missed += [name for name, value in list(self.values.items())[len(self.form.parameters) :] if _holds_tensors(value)]
         if missed:
             raise Mismatch(f"the rule does not say how tensor {missed[0]} is split")
 
@@ -179,23 +171,17 @@ class _Binder:
         whole = frozenset(factor for factor in self.matching.whole if factor in sizes)
         return tuple(dims[:count]), tuple(dims[count:]), sizes, whole
 
-    def _repeat(
-        self, repeats: Sequence[int]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, int], frozenset[str]]:
+    def _repeat(self, repeats: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, int], frozenset[str]]:
         """Each result dim is (copies, operand dim), the copies whole."""
         before, after = ([slot.size for slot in tensor] for tensor in self.matching.tensors)
         sizes: dict[str, int] = {}
         dims: list[tuple[str, ...]] = []
-        for place, (copies, size) in enumerate(
-            zip(reversed(repeats), reversed([1] * (len(after) - len(before)) + before), strict=True)
-        ):
+        for place, (copies, size) in enumerate(zip(reversed(repeats), reversed([1] * (len(after) - len(before)) + before), strict=True)):
             pair = ((f"r{place}", copies), (f"*{place}", size))
             sizes |= {name: count for name, count in pair if count != 1}
             dims.append(tuple(name for name, count in pair if count != 1))
         after_dims = tuple(reversed(dims))
-        before_dims = tuple(
-            tuple(name for name in dim if name[0] == "*") for dim in after_dims[len(after) - len(before) :]
-        )
+        before_dims = tuple(tuple(name for name in dim if name[0] == "*") for dim in after_dims[len(after) - len(before) :])
         self.matching.groups[sx.STAR] = {name: None for name in sizes if name[0] == "*"}
         return (before_dims,), (after_dims,), sizes, frozenset(name for name in sizes if name[0] == "r")
 

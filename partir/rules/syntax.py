@@ -12,7 +12,7 @@ STAR = "*"
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a dims pattern: ``k``, ``(c*d)``, ``1``, ``*``, ``...``, with ``~`` (may be 1) and ``@attribute`` (place).
+    """One item of a dims pattern: ``k``, ``(c*d)``, ``1``, ``*``, ``...``, ``~`` (may be 1), ``@attribute`` (place).
 
     factors: the factor names, major to minor; ``()`` for ``1``, ``("*",)`` and ``("...",)`` for any number of dims.
     at: the attribute that numbers the dim, or orders the dims of ``...``.
@@ -30,13 +30,7 @@ class Item:
         return self.factors in ((STAR,), (REST,))
 
     def __str__(self) -> str:
-        text = (
-            "1"
-            if not self.factors
-            else self.factors[0]
-            if len(self.factors) == 1
-            else "(" + "*".join(self.factors) + ")"
-        )
+        text = "1" if not self.factors else self.factors[0] if len(self.factors) == 1 else "(" + "*".join(self.factors) + ")"
         place = f"@{self.at}" if self.at else ""
         return text + "~" * self.broadcast + place + (f"?{self.present}" if self.present else "")
 
@@ -187,10 +181,7 @@ class Example:
     values: tuple[tuple[str, Expression], ...] = ()
 
     def __str__(self) -> str:
-        tensors = [
-            f"{name}[{' '.join(map(str, shape))}]" + (f": {dtype}" if dtype else "")
-            for name, shape, dtype in self.tensors
-        ]
+        tensors = [f"{name}[{' '.join(map(str, shape))}]" + (f": {dtype}" if dtype else "") for name, shape, dtype in self.tensors]
         return "example " + ", ".join(tensors + [f"{name} = {value}" for name, value in self.values])
 
 

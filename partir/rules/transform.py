@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
-from lark import Token, Transformer, v_args
+import lark
+from lark import Token, Transformer
 
 from partir.rules import expressions as ex
 from partir.rules import syntax as sx
 from partir.rules.source import Source
 from partir.rules.validate import check_form
+
+call_with_children: Any = cast(Any, lark).v_args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Entry:
     where: str = ""
 
 
-@v_args(inline=True)
+@call_with_children(inline=True)
 class ToSyntax(Transformer[Token, Any]):
     """Turn the parse tree into values of syntax.py (names stay tokens, which know their place, until checked)."""
 
@@ -33,7 +36,7 @@ class ToSyntax(Transformer[Token, Any]):
     def path(self, *names: Token) -> Token:
         return names[0].update(value=".".join(names))
 
-    @v_args(inline=False)
+    @call_with_children(inline=False)
     def operation(self, children: list[Any]) -> Entry:
         paths = [child for child in children if isinstance(child, Token)]
         forms = [child for child in children if isinstance(child, sx.Form)]
@@ -144,9 +147,7 @@ class ToSyntax(Transformer[Token, Any]):
         return (name, tuple(int(number) for number in numbers), dtype or "")
 
     def example_clause(self, *items: tuple[Any, ...]) -> sx.Example:
-        return sx.Example(
-            tuple(item for item in items if len(item) == 3), tuple(item for item in items if len(item) == 2)
-        )
+        return sx.Example(tuple(item for item in items if len(item) == 3), tuple(item for item in items if len(item) == 2))
 
     def number(self, token: Token) -> ex.Expression:
         return ex.Constant(int(token) if token.isdigit() else float(token))
@@ -228,7 +229,7 @@ class ToSyntax(Transformer[Token, Any]):
     def hidden(self, state: Token, index: Token, axes: Any, first: Any, second: Any) -> Any:
         return (state, index, axes, None if first is None else (str(first), str(second)))
 
-    @v_args(inline=False)
+    @call_with_children(inline=False)
     def start(self, children: list[Any]) -> list[Any]:
         return children
 

@@ -41,9 +41,7 @@ def make_trial(rule: Rule, form: sx.Form, generator: torch.Generator) -> Trial |
     values: dict[str, Any] = {}
     for pattern, argument in zip(form.parameters, rule.schema.arguments, strict=False):
         if pattern.dims is None:
-            value = given.get(
-                pattern.name, argument.default_value if argument.has_default_value() else _guess(argument)
-            )
+            value = given.get(pattern.name, argument.default_value if argument.has_default_value() else _guess(argument))
             if value is _UNKNOWN:
                 return f"no example value for attribute `{pattern.name}`"
         elif pattern.optional and pattern.name not in shapes and "mask" in pattern.name:
@@ -62,9 +60,7 @@ _UNKNOWN = object()
 def _guess(argument: Any) -> Any:
     """Guess a value for an attribute without example or default."""
     kind = str(argument.type)
-    return {"bool": True, "int": 1, "float": 0.5, "Optional[int]": None, "Optional[List[int]]": None}.get(
-        kind, _UNKNOWN
-    )
+    return {"bool": True, "int": 1, "float": 0.5, "Optional[int]": None, "Optional[List[int]]": None}.get(kind, _UNKNOWN)
 
 
 def _tensor(

@@ -8,6 +8,7 @@ import torch
 
 from partir.rules import expressions as ex
 from partir.rules import syntax as sx
+from partir.rules.ops import is_packet, overloads
 from partir.rules.source import Source
 
 FUNCTIONS = ("default", "to", "detach")
@@ -53,9 +54,7 @@ def _check_places(form: sx.Form, source: Source) -> None:
                     raise source.error(f"unknown attribute `{name}`; this op has {_spell(attributes)}", name)
             for factor in item.factors:
                 if factor.endswith("'") and not pattern.listed:
-                    raise source.error(
-                        f"`{factor}` differs in each tensor of a list, and `{pattern.name}` is no list", factor
-                    )
+                    raise source.error(f"`{factor}` differs in each tensor of a list, and `{pattern.name}` is no list", factor)
 
 
 def _check_clause(clause: sx.Clause, form: sx.Form, source: Source) -> None:
@@ -89,9 +88,7 @@ def _check_clause(clause: sx.Clause, form: sx.Form, source: Source) -> None:
             _check_operands([name for name, _, _ in tensors], operands, source)
             for name, _ in values:
                 if name not in attribute_names(form) | operands:
-                    raise source.error(
-                        f"unknown parameter `{name}`; this op has {_spell(attribute_names(form) | operands)}", name
-                    )
+                    raise source.error(f"unknown parameter `{name}`; this op has {_spell(attribute_names(form) | operands)}", name)
         case _:
             pass
 
@@ -127,9 +124,7 @@ def _check_condition(condition: ex.Expression | None, form: sx.Form, source: Sou
 
 def _check_list_function(call: ex.Call, source: Source) -> None:
     if call.function not in (*ex.LIST_FUNCTIONS, "default"):
-        raise source.error(
-            f"unknown function `{call.function}`; known here: {', '.join(ex.LIST_FUNCTIONS)}, default", call.function
-        )
+        raise source.error(f"unknown function `{call.function}`; known here: {', '.join(ex.LIST_FUNCTIONS)}, default", call.function)
 
 
 def _check_values(value: ex.Expression, form: sx.Form, source: Source) -> None:
@@ -144,9 +139,7 @@ def _check_values(value: ex.Expression, form: sx.Form, source: Source) -> None:
         if isinstance(part, ex.Lookup):
             wanted = known if part.kind == "size" else tensors
             if part.names[0] not in wanted:
-                raise source.error(
-                    f"unknown name `{part.names[0]}`; {part.kind}[..] knows {_spell(wanted)}", part.names[0]
-                )
+                raise source.error(f"unknown name `{part.names[0]}`; {part.kind}[..] knows {_spell(wanted)}", part.names[0])
 
 
 def _check_recipe(split: sx.Split, form: sx.Form, source: Source) -> None:
@@ -159,9 +152,7 @@ def _check_recipe(split: sx.Split, form: sx.Form, source: Source) -> None:
     assigned = {name for name, _ in split.statements}
     for pattern in form.results:
         if pattern.name not in assigned:
-            raise source.error(
-                f"the recipe for `{split.factor}` never assigns the result `{pattern.name}`", split.factor
-            )
+            raise source.error(f"the recipe for `{split.factor}` never assigns the result `{pattern.name}`", split.factor)
 
 
 def _check_recipe_part(part: ex.Expression, names: set[str], form: sx.Form, source: Source) -> None:
@@ -179,9 +170,7 @@ def _check_recipe_part(part: ex.Expression, names: set[str], form: sx.Form, sour
 def is_elementwise(name: str) -> bool:
     """Whether an aten op of this name is tagged pointwise (and so may stand in a recipe)."""
     packet = getattr(torch.ops.aten, name, None) if not name.startswith("_") else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    return is_packet(packet) and any(torch.Tag.pointwise in overload.tags for overload in overloads(packet))
 
 
 def _mentioned(form: sx.Form) -> Iterator[tuple[str, sx.Clause, bool]]:
