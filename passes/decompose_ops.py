@@ -1,7 +1,7 @@
 """Decompose ops until each has a rule.
 
     Before: %loss = aten.cross_entropy_loss(%logits, %labels)
-    After:  %log_softmax = aten.log_softmax(%logits, 1); %gather = aten.gather(%log_softmax, 1, ...) ... %loss = aten.div(...)
+    After:  %log_softmax = aten.log_softmax(%logits, 1); %gather = aten.gather(%log_softmax, 1, %u) ...
 
 Requires: a traced graph: flat, functional, ``meta["val"]`` on every node.
 Ensures: every op has a rule; ops that do nothing (dropout in evaluation, conversions to the same dtype) are gone.
@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
+from torch import _decomp as decompositions_of_torch
 from torch import fx
-from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from partir.errors import RuleError, source_line
 from partir.passes.decompositions import OWN
 from partir.passes.functionalize import call, functionalize
+from partir.passes.torch_ops import is_composite, is_op, name_of, schema_of
 
 aten = torch.ops.aten
 HasRule = Callable[[fx.Node], bool]
@@ -74,7 +75,7 @@ class _Decomposer:
 
     def _simplify(self, node: fx.Node) -> bool:
         """Remove a node that does nothing, or write a conversion in its one form; tell whether it is settled."""
-        name = _name(node)
+        name = name_of(node.target)
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             return name == "aten::cat" and self._simplify_cat(node)
@@ -147,10 +148,6 @@ def _same_type(old: Any, new: Any) -> bool:
     return both and old.dtype == new.dtype and old.device == new.device
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-
-
 def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -172,14 +169,14 @@ def _signature(node: fx.Node) -> str:
 def _decomposition(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function that computes an op by other ops: our own, else torch's."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not is_op(target):
         return None
-    if target in OWN and not (_name(node) in _DROPOUTS and target is aten.dropout.default and node.args[1] != 1.0):
+    if target in OWN:
         return OWN[target]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+    if is_composite(target):
         return cast("Callable[..., Any]", target.decompose)
-    found = get_decompositions([target]).get(target) or core_aten_decompositions().get(target)
-    return cast("Callable[..., Any] | None", found)
+    torchs: Any = decompositions_of_torch
+    return torchs.get_decompositions([target]).get(target) or torchs.core_aten_decompositions().get(target)
 
 
 def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph:
@@ -193,8 +190,8 @@ def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph:
         for index, tensor in zip(places, tensors, strict=True):
             filled[index] = tensor
         args, kwargs = _plain(pytree.tree_unflatten(filled, spec))
-        result = function(*args, **kwargs)
-        return tuple(result) if isinstance(result, tuple) else result
+        result: Any = function(*args, **kwargs)
+        return tuple(cast("Sequence[Any]", result)) if isinstance(result, tuple) else result
 
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
     assert mode is not None, f"{node.target}: no fake operand"
@@ -246,8 +243,9 @@ def _check(node: fx.Node, graph: fx.Graph) -> None:
 
 def _refuse(node: fx.Node) -> NoReturn:
     raise RuleError(
-        f"{source_line(node.meta)}: {node.target} has no rule for this call, and no decomposition into ops that have one. "
-        f"A rule names the dims of each operand and says what happens when one is split. Write it in a .rules file:\n"
+        f"{source_line(node.meta)}: {node.target} has no rule for this call, and no decomposition into ops that have "
+        "one. A rule names the dims of each operand and says what happens when one is split. "
+        "Write it in a .rules file:\n"
         f"    {rule_skeleton(node)}\n"
         "with a name for each dim in place of ..., and `sum k` for each dim that is summed over."
     )
@@ -255,9 +253,9 @@ def _refuse(node: fx.Node) -> NoReturn:
 
 def rule_skeleton(node: fx.Node) -> str:
     """Return the first line of the rule that an op lacks, such as ``op my.scale(x[* ...], factor) -> y[* ...]``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not is_op(node.target):
         return f"op {node.target}(x[* ...]) -> y[* ...]"
-    schema = node.target._schema
+    schema = schema_of(node.target)
     arguments = ", ".join(argument.name + _TENSOR_MARKS.get(str(argument.type), "") for argument in schema.arguments)
     results = ", ".join(f"y{index or ''}[* ...]" for index in range(len(schema.returns)))
     overload = "" if schema.overload_name in ("", "default") else f".{schema.overload_name}"

@@ -1,7 +1,7 @@
 """Ops written as other ops, in plain torch, for ops that have no rule or whose rule cannot serve.
 
-Each function has the signature of its op. They are written for splitting: no value is wider than the operands need, reductions
-are sums and maxima over a dim, and positions come from comparisons of aranges, never from a baked triangle.
+Each function has the signature of its op. They are written for splitting: no value is wider than the operands need,
+reductions are sums and maxima over a dim, and positions come from comparisons of aranges, never from a baked triangle.
 """
 
 from __future__ import annotations
@@ -13,87 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partir.passes.loss_decompositions import along, cross_entropy_loss, nll_loss
+
 aten = torch.ops.aten
-_NONE, _MEAN = 0, 1
-
-
-def cross_entropy_loss(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the cross entropy of logits [N, C, ...] with class indices [N, ...] or class probabilities [N, C, ...]."""
-    dim = 1 if x.dim() > 1 else 0
-    log_probabilities = torch.log_softmax(x, dim)
-    if target.is_floating_point():
-        return _soft_cross_entropy(log_probabilities, target, weight, reduction, label_smoothing, dim)
-    loss = nll_loss(log_probabilities, target, weight, reduction, ignore_index)
-    if label_smoothing == 0.0:
-        return loss
-    weighted = log_probabilities if weight is None else log_probabilities * _along(weight, dim, x.dim())
-    smooth = -weighted.sum(dim)
-    smooth = smooth.masked_fill(target == ignore_index, 0.0)
-    if reduction == _MEAN:
-        smooth = smooth.sum() / _total(target, weight, ignore_index, x.dtype)
-    elif reduction != _NONE:
-        smooth = smooth.sum()
-    return (1.0 - label_smoothing) * loss + smooth * (label_smoothing / x.shape[dim])
-
-
-def nll_loss(
-    log_probabilities: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-) -> Tensor:
-    """Return minus the log-probability [N, C, ...] of each target [N, ...], reduced."""
-    dim = 1 if log_probabilities.dim() > 1 else 0
-    ignored = target == ignore_index
-    classes = target.masked_fill(ignored, 0)
-    picked = log_probabilities.gather(dim, classes.unsqueeze(dim)).squeeze(dim)
-    loss = (-picked).masked_fill(ignored, 0.0)
-    if weight is not None:
-        loss = loss * _weights(classes, weight)
-    if reduction == _NONE:
-        return loss
-    if reduction != _MEAN:
-        return loss.sum()
-    return loss.sum() / _total(target, weight, ignore_index, loss.dtype)
-
-
-def _soft_cross_entropy(
-    log_probabilities: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float, dim: int
-) -> Tensor:
-    num_classes = log_probabilities.shape[dim]
-    if label_smoothing:
-        target = target * (1.0 - label_smoothing) + label_smoothing / num_classes
-    product = log_probabilities * target
-    if weight is not None:
-        product = product * _along(weight, dim, product.dim())
-    loss = -product.sum(dim)
-    if reduction == _NONE:
-        return loss
-    return loss.sum() / (product.numel() // num_classes) if reduction == _MEAN else loss.sum()
-
-
-def _total(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return what a mean divides by: the number of targets that count, or the sum of their weights."""
-    ignored = target == ignore_index
-    if weight is None:
-        return (~ignored).to(dtype).sum()
-    return _weights(target.masked_fill(ignored, 0), weight).masked_fill(ignored, 0.0).sum()
-
-
-def _weights(classes: Tensor, weight: Tensor) -> Tensor:
-    return torch.embedding(weight.unsqueeze(1), classes).squeeze(-1)
-
-
-def _along(vector: Tensor, dim: int, num_dims: int) -> Tensor:
-    return vector.view([-1 if index == dim else 1 for index in range(num_dims)])
 
 
 def scaled_dot_product_attention(
@@ -107,7 +29,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention [..., L, V] of query [..., L, E], key [..., S, E] and value [..., S, V], rows all masked being 0."""
+    """Return attention [..., L, V] of query [..., L, E], key [..., S, E], value [..., S, V]; rows all masked are 0."""
     if enable_gqa:
         key = repeat_interleave(key, query.shape[-3] // key.shape[-3], -3)
         value = repeat_interleave(value, query.shape[-3] // value.shape[-3], -3)
@@ -157,13 +79,8 @@ def group_norm(
     centred = grouped - grouped.mean(dims, keepdim=True)
     scale = torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
     y = (centred * scale).view(x.shape)
-    y = y if weight is None else y * _along(weight, 1, x.dim())
-    return y if bias is None else y + _along(bias, 1, x.dim())
-
-
-def dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Return x with entries zeroed; only the cases that are not random."""
-    return x * 0.0 if train and p == 1.0 else x
+    y = y if weight is None else y * along(weight, 1, x.dim())
+    return y if bias is None else y + along(bias, 1, x.dim())
 
 
 def feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -234,7 +151,7 @@ def var_mean(
 
 
 def constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
-    """Return x with `pad` = (before, after) constants at the last dim, then the one before, and so on; negative cuts."""
+    """Return x with `pad` = (before, after) constants at the last dim, then the one before; negative ones cut."""
     for index in range(len(pad) // 2):
         dim, before, after = x.dim() - 1 - index, pad[2 * index], pad[2 * index + 1]
         start, length = max(-before, 0), x.shape[dim] + min(before, 0) + min(after, 0)
@@ -247,16 +164,14 @@ def constant_pad_nd(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     return x
 
 
-def slice_scatter(
-    x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor:
+def slice_scatter(x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
     """Return x with the slice start:end of a dim replaced."""
     first, last, _ = slice(start, end).indices(x.shape[dim])
     if step != 1:
         places = torch.arange(x.shape[dim], device=x.device)
         inside = (places >= first) & (places < last) & ((places - first) % step == 0)
         spread = repeat_interleave(src, step, dim).narrow(dim, 0, max(last - first, 0))
-        return torch.where(_along(inside, dim % x.dim(), x.dim()), slice_scatter(x, spread, dim, first, last), x)
+        return torch.where(along(inside, dim % x.dim(), x.dim()), slice_scatter(x, spread, dim, first, last), x)
     parts = [x.narrow(dim, 0, first), src, x.narrow(dim, last, x.shape[dim] - last)]
     kept = [part for part in parts if part.shape[dim]]
     return torch.cat(kept, dim) if len(kept) > 1 else kept[0].clone()
@@ -281,7 +196,6 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
     aten.rms_norm.default: rms_norm,
     aten.group_norm.default: group_norm,
-    aten.dropout.default: dropout,
     aten.feature_dropout.default: feature_dropout,
     aten.alpha_dropout.default: alpha_dropout,
     aten.feature_alpha_dropout.default: feature_alpha_dropout,

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from partir.errors import TraceError, source_line
-from partir.passes.capture import user_stack
+from partir.passes.torch_ops import is_higher_order
+from partir.passes.user_lines import user_stack
 
 _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -44,7 +45,7 @@ class Flattener:
     def _copy_call(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Value], grad: bool) -> Value:
         if node.target is operator.getitem and not isinstance(env[cast("fx.Node", node.args[0])], fx.Node):
             return env[cast("fx.Node", node.args[0])][node.args[1]]
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if is_higher_order(node.target):
             return self._copy_region(module, node, env, grad)
         new = self.graph.node_copy(node, lambda arg: env[arg])
         new.meta = clean_meta(node.meta, self.wrapper)
@@ -53,7 +54,7 @@ class Flattener:
         return new
 
     def _copy_region(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Value], grad: bool) -> Value:
-        name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+        name = node.target.name() if is_higher_order(node.target) else ""
         if name == _SET_GRAD:
             grad, at = bool(node.args[0]), 1
         elif name == _AUTOCAST and not node.args[2]:
@@ -64,7 +65,7 @@ class Flattener:
                 raise TraceError(f"{where}: autocast inside forward is not supported. Convert the model: model.to(torch.bfloat16).")
             raise TraceError(f"{where}: the higher-order op `{name}` cannot be captured. Write it as plain torch ops.")
         region = cast("fx.GraphModule", module.get_submodule(str(cast("fx.Node", node.args[at]).target)))
-        inputs = [env[cast("fx.Node", arg)] if isinstance(arg, fx.Node) else arg for arg in node.args[at + 1 :]]
+        inputs = [env[arg] if isinstance(arg, fx.Node) else arg for arg in node.args[at + 1 :]]
         inner = dict(zip((n for n in region.graph.nodes if n.op == "placeholder"), inputs, strict=True))
         return self.copy(region, inner, grad)
 
@@ -75,7 +76,8 @@ def clean_meta(meta: Mapping[str, Any], wrapper: str) -> dict[str, Any]:
     if meta.get("stack_trace"):
         kept["stack_trace"] = user_stack(str(meta["stack_trace"]))
     stack: dict[str, tuple[str, Any]] = {}
-    for key, (path, kind) in (meta.get("nn_module_stack") or {}).items():
+    modules: dict[str, tuple[str, Any]] = meta.get("nn_module_stack") or {}
+    for key, (path, kind) in modules.items():
         if path:
             stack[key] = (path.removeprefix(wrapper + "."), kind)
     if stack:

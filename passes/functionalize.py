@@ -5,15 +5,13 @@
 
 Requires: a flat graph.
 Ensures: no op writes into an argument; values that were written through a view are put together again by scatters.
-torch's own functionalization takes high-level ops (linear, layer_norm, attention) apart, so this one works on the graph.
+torch's own functionalization takes high-level ops (linear, layer_norm) apart, so this one works on the graph.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -21,19 +19,10 @@ from torch import fx
 
 from partir.errors import TraceError, source_line
 from partir.passes.flatten_regions import reachable
+from partir.passes.torch_ops import is_op, name_of, overload, schema_of, writes_into
+from partir.passes.views import View, find_view, scatter
 
 aten = torch.ops.aten
-
-
-@dataclass
-class _View:
-    """A node that shows ``target(parent, *rest)``; ``node`` held its value when the root had ``version`` writes."""
-
-    node: fx.Node
-    parent: fx.Node
-    target: Any
-    rest: tuple[Any, ...]
-    version: int
 
 
 def functionalize(graph: fx.Graph, differentiable: set[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -64,7 +53,7 @@ class _Writer:
     def __init__(self, graph: fx.Graph, reached: set[fx.Node]) -> None:
         self.graph = graph
         self.reached = reached
-        self.views: dict[fx.Node, _View] = {}
+        self.views: dict[fx.Node, View] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self.latest: dict[fx.Node, fx.Node] = {}
         self.versions: dict[fx.Node, int] = {}
@@ -75,8 +64,10 @@ class _Writer:
             return
         with self.graph.inserting_before(node):
             if not _writes(node):
-                view = self._view(node)
+                view = find_view(node)
                 if view is not None:
+                    view.parent = self.same.get(view.parent, view.parent)
+                    view.version = self._version(view.parent)
                     self.views[node] = view
                 node.args = fx.map_arg(node.args, self.read)
                 node.kwargs = fx.map_arg(node.kwargs, self.read)
@@ -109,7 +100,7 @@ class _Writer:
             self.versions[node] = self.versions.get(node, 0) + 1
             return
         whole = self.read(view.parent)
-        scattered = _scatter(view, whole, value)
+        scattered = scatter(view, whole, value)
         if scattered is None:
             _refuse(writer, f"it writes through a view made by `{view.target}`, which has no inverse")
         target, arguments = scattered
@@ -129,22 +120,9 @@ class _Writer:
             node = self.same[node] if node in self.same else self.views[node].parent
         return self.versions.get(node, 0)
 
-    def _view(self, node: fx.Node) -> _View | None:
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
-            return None
-        parent, target, rest = node.args[0], node.target, node.args[1:]
-        if target is operator.getitem and parent.target in _PARTS:
-            whole = cast("fx.Node", parent.args[0])
-            target, rest = _PARTS[parent.target](whole.meta["val"], parent.args[1:], cast("int", node.args[1]))
-            parent = whole
-        elif not _aliases(node, parent):
-            return None
-        parent = self.same.get(parent, parent)
-        return _View(node, parent, target, tuple(rest), self._version(parent))
-
     def _functional(self, node: fx.Node) -> fx.Node:
         """Insert the functional form of an in-place op and return its value."""
-        op = cast("torch._ops.OpOverload", node.target)
+        op: Any = node.target
         args = cast("tuple[Any, ...]", fx.map_arg(node.args, self.read))
         kwargs = cast("dict[str, Any]", fx.map_arg(node.kwargs, self.read))
         old = cast("torch.Tensor", args[0].meta["val"])
@@ -190,7 +168,7 @@ class _Writer:
 
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
     """Insert a call named after its op, as `torch.export` names them: ``add``, not ``add_tensor``."""
-    name = target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__
+    name = name_of(target).split("::")[1] if is_op(target) else target.__name__
     return graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
 
@@ -199,96 +177,30 @@ def _value(node: fx.Node) -> Any:
 
 
 def _writes(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not is_op(node.target):
         return False
     if node.target in (aten.batch_norm.default, aten.instance_norm.default):
         return bool(node.args[5]) and node.args[3] is not None
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in node.target._schema.arguments)
+    return writes_into(node.target)
 
 
-def _aliases(node: fx.Node, parent: fx.Node) -> bool:
-    """Tell whether a node shows the memory of `parent`, by its schema and by the storages seen while tracing."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns, arguments = node.target._schema.returns, node.target._schema.arguments
-    if not any(result.alias_info is not None for result in returns) or arguments[0].alias_info is None:
-        return False
-    mine, theirs = node.meta.get("val"), parent.meta.get("val")
-    if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
-        return False
-    return mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata
-
-
-def _functional_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """Return ``aten.add.Tensor`` for ``aten.add_.Tensor``."""
+def _functional_op(op: Any) -> Any:
+    """Return ``aten.add.Tensor`` for ``aten.add_.Tensor``, or None."""
     if op in _RENAMED:
         return _RENAMED[op]
-    namespace, name = op._schema.name.split("::")
+    namespace, name = name_of(op).split("::")
     match = re.fullmatch(r"__i(\w+)__", name)
     if match is None and not name.endswith("_"):
         return None
-    packet = getattr(getattr(torch.ops, namespace), f"__{match[1]}__" if match else name.removesuffix("_"), None)
-    found = getattr(packet, op._overloadname, None)
-    if found is None or any(argument.alias_info and argument.alias_info.is_write for argument in found._schema.arguments):
-        return None
-    return cast("torch._ops.OpOverload", found)
+    functional = overload(namespace, f"__{match[1]}__" if match else name[:-1], schema_of(op).overload_name)
+    return None if functional is None or writes_into(functional) else functional
 
 
-_RENAMED = {
+_RENAMED: dict[Any, Any] = {
     aten.normal_.default: aten.normal_functional.default,
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
     **dict.fromkeys((aten.set_.source_Tensor, aten.resize_.default, aten.as_strided_.default)),
-}
-
-
-def _scatter(view: _View, whole: fx.Node, value: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the op that puts `value`, shown by a view, back into `whole`."""
-    rest = view.rest
-    if view.target in _SCATTERS:
-        return _SCATTERS[view.target], (whole, value, *rest)
-    if view.target is aten.narrow.default:
-        dim, start, length = cast("tuple[int, int, int]", rest)
-        return aten.slice_scatter.default, (whole, value, dim, start, start + length)
-    if view.target in (aten.transpose.int, aten.t.default):
-        return view.target, (value, *rest)
-    if view.target is aten.permute.default:
-        dims = [dim % len(cast("list[int]", rest[0])) for dim in cast("list[int]", rest[0])]
-        return aten.permute.default, (value, [dims.index(dim) for dim in range(len(dims))])
-    same_order = whole.meta["val"].numel() == value.meta["val"].numel() and view.target not in _REORDERING
-    return (aten.reshape.default, (value, list(whole.meta["val"].shape))) if same_order else None
-
-
-_SCATTERS = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-    aten.diagonal.default: aten.diagonal_scatter.default,
-}
-_REORDERING = (aten.expand.default, aten.as_strided.default, aten.movedim.int, aten.movedim.intlist, aten.unfold.default)
-
-
-def _split_part(whole: torch.Tensor, rest: tuple[Any, ...], index: int) -> tuple[Any, tuple[Any, ...]]:
-    dim = rest[1] if len(rest) > 1 else 0
-    sizes = rest[0] if isinstance(rest[0], (list, tuple)) else [rest[0]] * whole.shape[dim]
-    start = sum(cast("list[int]", sizes)[:index])
-    return aten.slice.Tensor, (dim, start, min(start + sizes[index], whole.shape[dim]))
-
-
-def _chunk_part(whole: torch.Tensor, rest: tuple[Any, ...], index: int) -> tuple[Any, tuple[Any, ...]]:
-    dim = rest[1] if len(rest) > 1 else 0
-    return _split_part(whole, (-(-whole.shape[dim] // rest[0]), dim), index)
-
-
-def _unbind_part(whole: torch.Tensor, rest: tuple[Any, ...], index: int) -> tuple[Any, tuple[Any, ...]]:
-    return aten.select.int, (rest[0] if rest else 0, index)
-
-
-_PARTS: dict[Any, Callable[[torch.Tensor, tuple[Any, ...], int], tuple[Any, tuple[Any, ...]]]] = {
-    aten.split.Tensor: _split_part,
-    aten.split.sizes: _split_part,
-    aten.split_with_sizes.default: _split_part,
-    aten.chunk.default: _chunk_part,
-    aten.unbind.int: _unbind_part,
 }
 
 

@@ -1,7 +1,7 @@
 """Take nested Python values apart into tensors and a `Structure`, and put them together again.
 
-`torch.utils._pytree` does this for the containers it knows. A model's outputs and inputs also hold objects that it does not
-know (the cache of Hugging Face models): those are taken apart by their attributes when a tensor is found inside them.
+`torch.utils._pytree` does this for the containers it knows. A model's outputs and inputs also hold objects that it
+does not know (the cache of Hugging Face models): those are taken apart by their attributes when they hold a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+)
 _OPAQUE = (type, types.FunctionType, types.MethodType, types.ModuleType, nn.Module, *_PLAIN)
 
 
@@ -99,8 +112,8 @@ def flatten(value: Any, *, merge: bool = False) -> tuple[list[torch.Tensor], Str
     """Return the tensors of a nested value, in order, and its structure.
 
     Args:
-        value: anything; containers are those of `torch.utils._pytree` and objects that hold tensors in their attributes.
-        merge: give one leaf to a tensor that appears several times (outputs). Otherwise each place has its own leaf (inputs).
+        value: anything; containers are those of `torch.utils._pytree` and objects that hold tensors.
+        merge: give one leaf to a tensor that appears several times (outputs), else each place has its own (inputs).
     """
     tensors: list[torch.Tensor] = []
     seen: dict[int, int] | None = {} if merge else None
@@ -130,7 +143,8 @@ def _flatten(value: Any, tensors: list[torch.Tensor], seen: dict[int, int] | Non
     above = (*above, id(value))
     children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if not spec.is_leaf():
-        return Container(type(value), spec, tuple(_flatten(child, tensors, seen, above) for child in children))
+        kind: Any = value.__class__
+        return Container(kind, spec, tuple(_flatten(child, tensors, seen, above) for child in children))
     if not _holds_tensor(value, ()):
         return Constant(value)
     return _flatten_object(value, lambda part: _flatten(part, tensors, seen, above))
@@ -139,8 +153,13 @@ def _flatten(value: Any, tensors: list[torch.Tensor], seen: dict[int, int] | Non
 def _flatten_object(value: Any, recurse: Callable[[Any], Node]) -> ObjectState:
     keys, items = _items(value)
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    kind: Any = value.__class__
     return ObjectState(
-        type(value), keys, tuple(map(recurse, items)), tuple(attributes), tuple(map(recurse, attributes.values()))
+        kind,
+        keys,
+        tuple(map(recurse, items)),
+        tuple(attributes),
+        tuple(map(recurse, attributes.values())),
     )
 
 
@@ -173,15 +192,25 @@ def _rebuild(node: Node, tensors: Sequence[Any]) -> Any:
         return node.value
     if isinstance(node, Container):
         return pytree.tree_unflatten([_rebuild(child, tensors) for child in node.children], node.spec)
-    value = node.kind.__new__(node.kind)
+    kind: Any = node.kind
+    value: Any = kind.__new__(kind)
     items = [_rebuild(item, tensors) for item in node.items]
     if isinstance(value, dict):
-        dict.update(cast("dict[Any, Any]", value), zip(node.keys, items, strict=True))
+        _fill_dict(value, dict(zip(node.keys, items, strict=True)))
     elif isinstance(value, list):
-        list.extend(cast("list[Any]", value), items)
+        _fill_list(value, items)
     attributes = [_rebuild(part, tensors) for part in node.attributes]
     vars(value).update(zip(node.names, attributes, strict=True))
     return value
+
+
+def _fill_dict(value: Any, items: dict[Any, Any]) -> None:
+    """Fill a dict without its class's own __setitem__, which may do more."""
+    dict.update(value, items)
+
+
+def _fill_list(value: Any, items: list[Any]) -> None:
+    list.extend(value, items)
 
 
 def _text(node: Node, opaque: list[Any]) -> str:

@@ -4,8 +4,8 @@
     After:  %p_wte_weight, %ids, %labels -> %embedding = aten.embedding(%p_wte_weight, %ids) ... -> (%loss, %logits)
 
 Requires: nothing; weights are not read, the module may be on the meta device.
-Ensures: the graph is functional (no in-place op), flat, without dead code; each tensor of the module is one placeholder,
-tied parameters too; outputs are one flat tuple of tensors. The module is unchanged, also after a failure.
+Ensures: the graph is functional (no in-place op), flat, without dead code; each tensor of the module is one
+placeholder, tied parameters too; outputs are one flat tuple of tensors. The module is unchanged, also after a failure.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from partir.errors import TraceError, source_line
-from partir.passes.capture import DATA_DEPENDENT, Capture, capture
+from partir.passes.capture import Capture, capture
 from partir.passes.flatten_regions import Flattener, clean_meta, detach_no_grad, reachable
 from partir.passes.functionalize import functionalize
 from partir.passes.structure import Structure, flatten, leaf_paths
+from partir.passes.user_lines import DATA_DEPENDENT
 
 _WRAPPER = "model"
 _IDENTITIES = (torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -99,20 +100,21 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     """
     leaves, structure = flatten_inputs(args, kwargs or {})
     _refuse_autocast(leaves)
-    captured = capture(model, leaves, structure)
-    graph, slots = _flat_graph(model, captured, input_names(model, structure))
+    names = input_names(model, structure)
+    captured = capture(model, leaves, structure, names)
+    graph, slots = _flat_graph(model, captured, names)
     _refuse_data_dependence(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    names = [(captured.outputs.num_tensors + index, name) for index, name in enumerate(captured.assigned)]
+    assigned = [(captured.outputs.num_tensors + index, name) for index, name in enumerate(captured.assigned)]
     differentiable = {node for node, slot in zip(placeholders, slots, strict=True) if slot.requires_grad}
     written = functionalize(graph, differentiable)
-    names = _add_outputs(graph, names, _written_buffers(dict(zip(placeholders, slots, strict=True)), written))
+    mutated = _add_outputs(graph, assigned, _written_buffers(dict(zip(placeholders, slots, strict=True)), written))
     detach_no_grad(graph, differentiable)
     _erase_noise(graph, differentiable)
     slots = _drop_unused(graph, slots)
     graph.lint()
     module = fx.GraphModule({}, graph)
-    return Traced(module, tuple(slots), structure, captured.outputs, tuple(names))
+    return Traced(module, tuple(slots), structure, captured.outputs, tuple(mutated))
 
 
 def input_names(model: nn.Module, structure: Structure) -> list[str]:
@@ -176,19 +178,7 @@ def _flat_graph(model: nn.Module, captured: Capture, names: list[str]) -> tuple[
 _PREFIXES = {"parameter": "p_", "buffer": "b_", "constant": "c_", "input": ""}
 
 
-def _owners(model: nn.Module) -> dict[int, tuple[str, str]]:
-    """Return for each tensor of a module, by identity, its kind and first name."""
-    owners: dict[int, tuple[str, str]] = {}
-    for name, buffer in model.named_buffers():
-        owners[id(buffer)] = ("buffer", name)
-    for name, parameter in model.named_parameters():
-        owners[id(parameter)] = ("parameter", name)
-    return owners
-
-
-def _slot(
-    program: ExportedProgram, node: fx.Node, spec: InputSpec, inputs: Iterator[str], owners: dict[str, tuple[str, str]]
-) -> InputSlot:
+def _slot(program: ExportedProgram, node: fx.Node, spec: InputSpec, inputs: Iterator[str], owners: dict[str, tuple[str, str]]) -> InputSlot:
     if spec.kind is InputKind.USER_INPUT:
         name = next(inputs)
         return InputSlot(name, "input", name, None, bool(node.meta["val"].requires_grad))
@@ -219,7 +209,8 @@ def _owners(model: nn.Module) -> dict[str, tuple[str, str]]:
     for kind, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
         for name, tensor in named(remove_duplicate=False):
             owners[name] = first.setdefault(id(tensor), (kind, name))
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    modules: dict[str, nn.Module] = dict(cast("Any", model).named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and id(value) in first:
                 owners[f"{prefix}.{attribute}".lstrip(".")] = first[id(value)]
