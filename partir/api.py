@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from partir.errors import PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.module import Compiler, Options, ParallelModule, Parallelized, parallel_class, parallelized
+from partir.module import Compiler, Options, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.passes import pipeline
 from partir.passes.trace import flatten_inputs, input_names
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
@@ -62,7 +62,9 @@ def parallelize(
     if isinstance(model, ParallelModule):
         raise PartirError(f"{type(model).__name__} is already parallelized over {parallelized(model).mesh}.")
     if "forward" in model.__dict__:
-        raise PartirError(f"{type(model).__name__} has a forward set on the instance, which would hide the compiled one; set it on the class.")
+        raise PartirError(
+            f"{type(model).__name__} has a forward set on the instance, which would hide the compiled one; set it on the class."
+        )
     limit = None if timeout is None else timedelta(seconds=timeout)
     options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit)
     compiler = Compiler(_compile, flatten_inputs, input_names)
@@ -109,7 +111,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     if example_inputs is None:
         return ()
-    return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    return tuple(cast("tuple[Any, ...]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
 def _distribute(model: nn.Module, state: Parallelized) -> None:
@@ -119,8 +121,8 @@ def _distribute(model: nn.Module, state: Parallelized) -> None:
         return
     model.to(session.device)
     session.distribute(model, f"{state.original.__qualname__} on mesh {state.mesh} with {state.options}")
-    model.register_state_dict_post_hook(_leave_in_original_order)
-    model.register_load_state_dict_pre_hook(_enter_in_stored_order)
+    cast(Any, model).register_state_dict_post_hook(_leave_in_original_order)
+    cast(Any, model).register_load_state_dict_pre_hook(_enter_in_stored_order)
 
 
 def _leave_in_original_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

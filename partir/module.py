@@ -1,8 +1,8 @@
 """The module: an ordinary `nn.Module` whose forward runs a compiled program, all else as it was.
 
-`parallelize` swaps a subclass in, `type("PartirGPT", (ParallelModule, GPT), ...)`, that overrides only `forward` (and how it is pickled). Programs
-are compiled at the first call of each signature: structure, shapes, dtypes, Python numbers, training flags, grad mode, what
-requires a gradient. Parameter layouts are fixed by the first.
+`parallelize` swaps a subclass in, `type("PartirGPT", (ParallelModule, GPT), ...)`, that overrides only `forward` (and how it is
+pickled). Programs are compiled at the first call of each signature: structure, shapes, dtypes, Python numbers, training flags, grad
+mode, what requires a gradient. Parameter layouts are fixed by the first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from partir.errors import PartirError
-from partir.layout import Dim, Layout, Part, dtype_name
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.program import Program, Slot
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
+from partir.signature import layout_of_dtensor, signature
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,12 @@ class Entry:
     Args:
         compiled: the compiler's result.
         run: takes one tensor an input slot, returns one an output slot.
+        names: of the input tensors, in the order in which a call is taken apart.
     """
 
     compiled: Any
     run: Callable[..., tuple[Tensor, ...]]
+    names: Sequence[str]
 
 
 class Parallelized:
@@ -111,9 +114,8 @@ class Parallelized:
         entry, seed = self._entry(model, args, kwargs, leaves, structure)
         self.calls += 1
         program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
-        names = dict(zip(self._input_names(model, structure), leaves))
-        results = entry.run(*self._tensors(model, program, traced, names, seed))
-        for index, name in traced.mutated_buffers:
+        results = entry.run(*self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed))
+        for index, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers):
             _write_buffer(model, name, results[index])
         return traced.outputs.rebuild(results[: traced.num_outputs])
 
@@ -131,7 +133,9 @@ class Parallelized:
         found, session = self._programs.get(key), self.session(model)
         if session is None:
             if found is None:
-                found = self._programs[key] = self._simulate(model, self._compile(model, args, kwargs, leaves, structure))
+                compiled, names = self._compile(model, args, kwargs, leaves, structure), self._input_names(model, structure)
+                self._keep_layouts(model, compiled.program)
+                found = self._programs[key] = Entry(compiled, SimulatedProgram(compiled.program), names)
             return found, (seed, calls)
         agreed = session.agree_on_call(text, found is not None, _as_int64(seed), calls)
         if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
@@ -141,10 +145,6 @@ class Parallelized:
         if not agreed.ready or found is None:
             found = self._programs[key] = self._distribute(session, model, args, kwargs, leaves, structure, found)
         return found, (agreed.seed, agreed.calls)
-
-    def _simulate(self, model: nn.Module, compiled: Any) -> Entry:
-        self._keep_layouts(model, compiled.program)
-        return Entry(compiled, SimulatedProgram(compiled.program))
 
     def _distribute(
         self,
@@ -165,7 +165,7 @@ class Parallelized:
         session.agreement.succeed("compiling", error)
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
-        return Entry(compiled, run)
+        return Entry(compiled, run, self._input_names(model, structure))
 
     def _compile(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
@@ -250,43 +250,6 @@ def original_class(model: nn.Module) -> Generator[None]:
         yield
     finally:
         model.__class__ = swapped
-
-
-def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str:
-    """Return the text of all that a compiled program depends on, the same on every rank.
-
-    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)")
-    'tuple(*); inputs cpu torch.float32 [3, 2]; grad on; training all; frozen none'
-    """
-    inputs = ", ".join(_describe(leaf) for leaf in leaves)
-    training = [name for name, module in model.named_modules() if module.training]
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    everything = len(training) == sum(1 for _ in model.modules())
-    modes = "all" if everything else ", ".join(name or "root" for name in training) or "none"
-    grad = "on" if torch.is_grad_enabled() else "off"
-    return f"{structure}; inputs {inputs}; grad {grad}; training {modes}; frozen {', '.join(frozen) or 'none'}"
-
-
-def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:
-    """Return the layout that a DTensor's placements mean.
-
-    Raises:
-        PartirError: its DeviceMesh has other dims than the mesh, or a placement is not plain.
-    """
-    names, axes = t.device_mesh.mesh_dim_names or (), [[] for _ in range(t.dim())]
-    for name, size, placement in zip(names, t.device_mesh.shape, t.placements):
-        if mesh[name] != size or not (placement.is_replicate() or placement.is_shard()):
-            raise PartirError(f"a DTensor input is {placement} over {name}={size}; the mesh is {mesh}: use Shard or Replicate on its axes.")
-        if placement.is_shard() and size > 1:
-            axes[cast(Any, placement).dim % t.dim()].append(name)
-    if not names:
-        raise PartirError("a DTensor input's DeviceMesh has no dim names; name them as the mesh's axes.")
-    return Layout(dtype_name(t.dtype), tuple(Dim((Part(n, tuple(a)),)) for n, a in zip(t.shape, axes)))
-
-
-def _describe(leaf: Tensor) -> str:
-    text = f"{leaf.device} {leaf.dtype} {list(leaf.shape)}" + (" requires grad" if leaf.requires_grad else "")
-    return text + (f" {leaf.placements} on {leaf.device_mesh.mesh_dim_names}" if isinstance(leaf, DTensor) else "")
 
 
 def _tensor(

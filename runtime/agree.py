@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from partir.errors import RankError
 from partir.runtime.groups import Groups
+from partir.runtime.torch_dtensor import dist
 from partir.runtime.transport import Call, Transport
 
 SHOWN_RANKS = 8

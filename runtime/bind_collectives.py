@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from partir.collectives import addressing, lockstep
-from partir.graph import arguments, collective_name, is_collective
+from partir.graph import collective_name, is_collective
 from partir.mesh import Mesh
 from partir.runtime.groups import Group, Groups
 from partir.runtime.transport import Call, Pending, Transport
@@ -82,35 +83,41 @@ def _local(op: str, group: Group, named: dict[str, Any]) -> Callable[..., Any]:
     """Return what an op does without a message: on this rank alone, or in a group of one."""
     index, size = group.index, group.size
     if op == "coordinate":
-        return lambda: lockstep.coordinate(index, named["device"])
+        return partial(lockstep.coordinate, index, named["device"])
     if op == "once" and index > 0:
-        return lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)
+        return partial(torch.zeros_like, memory_format=torch.contiguous_format)
     if size == 1 or op in ("spread", "settle", "once"):
-        return lambda t: t
+        return partial(_same)
     if op == "slice":
-        return lambda t: _take(t, named["dim"], named["blocks"], index, size)
+        return partial(_take, dim=named["dim"], blocks=named["blocks"], index=index, size=size)
     assert op == "zero_pad", op
-    return lambda t: lockstep.zero_pad(t, index, size, named["dim"], named["blocks"])
+    return partial(lockstep.zero_pad, index=index, size=size, dim=named["dim"], num_blocks=named["blocks"])
+
+
+def _same(t: Any) -> Any:
+    return t
 
 
 def _start(op: str, group: Group, mesh: Mesh, transport: Transport, call: Call, named: dict[str, Any]) -> Start:
+    """Return what starts an op's message, given its operand."""
+    ends = {"group": group, "transport": transport, "call": call}
     if op in ("all_gather", "all_gather_same"):
-        return lambda t: _start_gather(t, group, transport, call, named["dim"], named["blocks"])
+        return partial(_start_gather, dim=named["dim"], blocks=named["blocks"], **ends)
     if op == "reduce_scatter":
-        return lambda t: transport.scatter_sum(_cut(t, group, named["dim"], named["blocks"]), group, call)
+        return partial(_start_scatter, dim=named["dim"], blocks=named["blocks"], **ends)
     if op == "all_reduce":
-        return lambda t: transport.reduce(t, group, named["op"], call)
+        return partial(transport.reduce, group=group, op=named["op"], call=call)
     if op == "all_to_all":
-        places = (named["src"], named["dst"], named["src_blocks"], named["dst_blocks"])
-        return lambda t: _start_all_to_all(t, group, transport, call, *places)
+        places = {name: named[name] for name in ("src", "dst", "src_blocks", "dst_blocks")}
+        return partial(_start_all_to_all, **places, **ends)
     if op == "all_gather_bucket":
-        return lambda ts: _start_gather_bucket(ts, group, transport, call)
+        return partial(_start_gather_bucket, **ends)
     if op == "reduce_scatter_bucket":
-        return lambda ts: _start_scatter_bucket(ts, group, transport, call)
+        return partial(_start_scatter_bucket, **ends)
     assert op in ("broadcast", "reduce_to"), op
     root = mesh.coordinate(group.ranks[group.index]).get(named["root"], 0)
     send = transport.broadcast if op == "broadcast" else transport.reduce_to
-    return lambda t: send(t, group, root, call)
+    return partial(send, group=group, root=root, call=call)
 
 
 def _then(pending: Pending, change: Callable[[Any], Any]) -> Pending:
@@ -126,6 +133,10 @@ def _start_gather(t: Tensor, group: Group, transport: Transport, call: Call, dim
         return rows.flatten(0, 1) if in_place else addressing.join(group.by_member(rows), dim, blocks)
 
     return _then(transport.gather_rows(t, group, call), join)
+
+
+def _start_scatter(t: Tensor, group: Group, transport: Transport, call: Call, dim: int, blocks: int) -> Pending:
+    return transport.scatter_sum(_cut(t, group, dim, blocks), group, call)
 
 
 def _start_all_to_all(
@@ -159,7 +170,7 @@ def _cut(t: Tensor, group: Group, dim: int, blocks: int) -> Tensor:
     """Return one row a member, as the process group orders them: `[.., blocks*size*n, ..] -> [size, .., blocks*n, ..]`."""
     dim = dim % t.dim()
     length = t.shape[dim] // (blocks * group.size)
-    pieces = t.unflatten(dim, (blocks, group.size, length)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    pieces = torch.unflatten(t, dim, (blocks, group.size, length)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
     return torch.stack(group.by_rank(list(pieces.unbind(0)))) if group.order else pieces.contiguous()
 
 
@@ -172,8 +183,10 @@ def _take(t: Tensor, dim: int, blocks: int, index: int, size: int) -> Tensor:
 
 def _named_like(function: Callable[..., Any], name: str) -> Any:
     """Name a bound function, so that the generated code reads as the program does."""
-    function.__name__ = function.__qualname__ = name.replace(".", "_")
-    return function
+    loose: Any = function
+    loose.__name__ = loose.__qualname__ = name.replace(".", "_")
+    loose.__module__ = "partir"
+    return loose
 
 
 def _start_early_wait_late(graph: Graph) -> None:

@@ -7,7 +7,7 @@ The code is what torch.fx generates from the graphs; their collectives are bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,7 +20,8 @@ from partir.errors import PartirError, RankError
 from partir.program import Program, Slot
 from partir.runtime.bind_collectives import bind_collectives
 from partir.runtime.groups import Groups
-from partir.runtime.parameters import local_block, make_dtensor, make_spec
+from partir.runtime.parameters import layout_spec, local_block
+from partir.runtime.torch_dtensor import local_of, make_dtensor, spec_of
 from partir.runtime.transport import Transport
 
 
@@ -59,7 +60,7 @@ class DistributedProgram:
             with torch.no_grad(), self._one_for_all("forward"):
                 results = self.forward(*self._blocks(tensors))
             return tuple(self._wrap(results[: self.program.num_outputs]))
-        return cast("Callable[..., tuple[Tensor, ...]]", _Run.apply)(self, *tensors)
+        return cast(Any, _Run).apply(self, *tensors)
 
     def _blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._block(t, slot) for t, slot in zip(tensors, self.program.inputs)]
@@ -85,8 +86,7 @@ class DistributedProgram:
 
     def _spec(self, slot: Slot, groups: Groups) -> Any:
         layout = slot.layout.strip(self.mesh)
-        like = torch.empty((), dtype=slot.dtype, device="meta")
-        return make_spec(layout, groups.device_mesh(layout), like)
+        return layout_spec(layout, slot.dtype, groups.device_mesh(layout))
 
     @contextmanager
     def _one_for_all(self, stage: str) -> Generator[None]:
@@ -111,7 +111,7 @@ class DistributedProgram:
             elif spec is None:
                 tangents.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
             elif isinstance(grad, DTensor):
-                tangents.append(grad.redistribute(spec.mesh, spec.placements)._local_tensor.contiguous())
+                tangents.append(local_of(grad.redistribute(spec.mesh, spec.placements)).contiguous())
             else:
                 tangents.append(shard(grad, slot.layout.strip(self.mesh), self.mesh, self.rank).contiguous())
         return tangents
@@ -141,7 +141,7 @@ class _Run(torch.autograd.Function):
         kept = {id(t) for t in saved}
         named = zip(tensors, blocks, distributed.program.inputs)
         ctx.versions = [(slot.name, t, t._version, b) for t, b, slot in named if isinstance(t, DTensor) and id(b) in kept]
-        ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
+        ctx.specs = [spec_of(t) for t in tensors]
         ctx.distributed = distributed
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, slot in zip(outputs, slots, strict=True) if not slot.differentiable))
@@ -149,10 +149,10 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         distributed = cast(DistributedProgram, ctx.distributed)
         for name, t, version, block in ctx.versions:
-            if t._version != version or t._local_tensor is not block:
+            if t._version != version or local_of(t) is not block:
                 raise PartirError(f"{name} was changed between forward and backward; its gradient would be wrong.")
         saved = ctx.saved_tensors
         with distributed._one_for_all("backward"):  # pyright: ignore[reportPrivateUsage]

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from partir.errors import RankError
+from partir.runtime.torch_dtensor import default_store, dist
 
 LOOK_EVERY = timedelta(seconds=2)
 LISTEN_SECONDS = 5.0
@@ -36,7 +35,7 @@ class Failures:
         self.timeout = timeout
         self._hang_up = hang_up
         self._stopped = ""
-        self._store: Any = dist.PrefixStore(f"partir/{name}", dist.distributed_c10d._get_default_store())
+        self._store: Any = dist.PrefixStore(f"partir/{name}", default_store())
 
     def wait(self, work: Any, where: str, on_cpu: bool, direct: bool) -> None:
         """Wait for a started message.

@@ -10,15 +10,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.runtime.torch_dtensor import backend_of, dist
 
 PARAMETER_AXES = ("data", "y", "z", "x")
 
@@ -153,12 +153,12 @@ def _close_pairs(process_group: Any) -> None:
 
 def backend_name(process_group: Any, device: torch.device) -> str:
     """Return the backend ("gloo", "nccl") that moves a device's tensors in a group."""
-    return str(process_group._get_backend(device).name())
+    return str(backend_of(process_group, device).name())
 
 
 def _default_timeout(device: torch.device) -> timedelta:
     """Return the timeout that the user gave to `init_process_group`."""
-    options = getattr(cast(Any, dist.group.WORLD)._get_backend(device), "options", None)
+    options = getattr(backend_of(dist.group.WORLD, device), "options", None)
     return getattr(options, "_timeout", dist.default_pg_timeout)
 
 

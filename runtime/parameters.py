@@ -11,15 +11,14 @@ The layout is kept on the parameter as `p.partir_layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from partir.blocks import gather, is_owner, shard
@@ -27,6 +26,7 @@ from partir.errors import LayoutError, PartirError
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.runtime.groups import Groups
+from partir.runtime.torch_dtensor import dist, lay_again, local_of, make_dtensor, make_spec, parameters_of, spec_of
 
 BROADCAST_BYTES = 32 * 2**20
 
@@ -70,21 +70,9 @@ def placements(layout: Layout, device_mesh: DeviceMesh) -> tuple[Placement, ...]
     return tuple(found.get(name, Replicate()) for name in names)
 
 
-def make_spec(layout: Layout, device_mesh: DeviceMesh, like: Tensor) -> DTensorSpec:
-    """Return torch's description of a tensor with the shape of `like` that is laid out by `layout`."""
-    shape = torch.Size(layout.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(device_mesh, placements(layout, device_mesh), tensor_meta=TensorMeta(shape, stride, like.dtype))
-
-
-def make_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a block, without a check and outside autograd."""
-    return cast(Any, DTensor)(local, spec, requires_grad=False)
-
-
-def local_of(t: Tensor) -> Tensor:
-    """Return the block of a DTensor, or a plain tensor itself."""
-    return t._local_tensor if isinstance(t, DTensor) else t
+def layout_spec(layout: Layout, dtype: torch.dtype, device_mesh: DeviceMesh) -> DTensorSpec:
+    """Return torch's description of a tensor laid out by `layout`."""
+    return make_spec(layout.shape, dtype, device_mesh, placements(layout, device_mesh))
 
 
 class Parameters:
@@ -105,12 +93,12 @@ class Parameters:
         self._broadcast([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()])
         device_mesh, made = self.groups.device_mesh(), dict[int, nn.Parameter]()
         for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
+            for name, parameter in list(parameters_of(module).items()):
                 if parameter is None:
                     continue
                 if id(parameter) not in made:
                     made[id(parameter)] = self._replicated(parameter, device_mesh)
-                module._parameters[name] = made[id(parameter)]
+                parameters_of(module)[name] = made[id(parameter)]
 
     def lay(self, parameter: nn.Parameter, layout: Layout) -> None:
         """Give a replicated parameter its layout, in place.
@@ -126,18 +114,16 @@ class Parameters:
             if known != layout:
                 raise LayoutError(f"a parameter is laid out {known}; a later program wants {layout}.")
             return
-        spec = make_spec(layout, self.groups.device_mesh(), parameter)
+        spec = layout_spec(layout, parameter.dtype, self.groups.device_mesh())
         with torch.no_grad():
             block = shard(parameter.full_tensor().detach(), layout, self.mesh, self.rank)
             local = block.clone(memory_format=torch.contiguous_format)
-        parameter._local_tensor = local
-        parameter._spec = spec
+        lay_again(parameter, local, spec)
         cast(Any, parameter).partir_layout = layout
 
     def _replicated(self, parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
         whole = parameter.detach()
-        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-        spec = DTensorSpec(device_mesh, (Replicate(),) * device_mesh.ndim, tensor_meta=meta)
+        spec = make_spec(tuple(whole.shape), whole.dtype, device_mesh, (Replicate(),) * device_mesh.ndim)
         return nn.Parameter(make_dtensor(whole, spec), requires_grad=parameter.requires_grad)
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
@@ -148,7 +134,7 @@ class Parameters:
         for bucket in _buckets([t for t in tensors if t.numel()]):
             flat = torch.cat([t.reshape(-1).contiguous().view(torch.uint8) for t in bucket])
             dist.broadcast(flat, src=0, group=group.process_group)
-            for t, raw in zip(bucket, flat.split([t.nbytes for t in bucket])):
+            for t, raw in zip(bucket, torch.split(flat, [t.nbytes for t in bucket])):
                 t.copy_(raw.clone().view(t.dtype).view(t.shape))
 
 
@@ -199,7 +185,7 @@ def to_original(t: DTensor, layout: Layout) -> DTensor:
     """Return a stored parameter (or moment) as a DTensor in the original order. Every rank must call it."""
     plain = stored_layout(layout)
     whole = full_tensor(t, like=cast(Any, _Laid(layout)))
-    return make_dtensor(_own_block(whole, plain, t.device_mesh), make_spec(plain, t.device_mesh, t))
+    return make_dtensor(_own_block(whole, plain, t.device_mesh), layout_spec(plain, t.dtype, t.device_mesh))
 
 
 def to_stored(value: Tensor, parameter: DTensor) -> DTensor:
@@ -207,7 +193,7 @@ def to_stored(value: Tensor, parameter: DTensor) -> DTensor:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     layout = getattr(parameter, "partir_layout", None)
     block = _own_block(whole.detach().to(parameter.device), layout, parameter.device_mesh)
-    return make_dtensor(block, parameter._spec)
+    return make_dtensor(block, cast(DTensorSpec, spec_of(parameter)))
 
 
 class _Laid:
@@ -237,14 +223,19 @@ def _original_order(stored: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """Undo the permutation of dims with split sub-dims."""
     for index, dim in enumerate(layout.dims):
         if stored_dim(dim) != dim:
-            sizes = [(mesh.extent(part.axes), part.size // mesh.extent(part.axes)) for part in dim.parts]
-            split, inner = [n for n, _ in sizes], [n for _, n in sizes]
-            view = stored.unflatten(index, (*split, *inner))
-            count = len(sizes)
-            pairs = [index + place for k in range(count) for place in (k, count + k)]
-            order = [*range(index), *pairs, *range(index + 2 * count, view.dim())]
-            stored = view.permute(order).flatten(index, index + 2 * count - 1)
+            stored = _original_dim(stored, index, dim, mesh)
     return stored.contiguous()
+
+
+def _original_dim(stored: Tensor, index: int, dim: Dim, mesh: Mesh) -> Tensor:
+    """Bring each sub-dim's blocks back to it: `[y, 3, 768/y] -> [3, y, 768/y]`."""
+    num_blocks = [mesh.extent(part.axes) for part in dim.parts]
+    lengths = [part.size // blocks for part, blocks in zip(dim.parts, num_blocks)]
+    view = torch.unflatten(stored, index, (*num_blocks, *lengths))
+    count = len(dim.parts)
+    pairs = [index + place for part in range(count) for place in (part, count + part)]
+    order = [*range(index), *pairs, *range(index + 2 * count, view.dim())]
+    return view.permute(order).flatten(index, index + 2 * count - 1)
 
 
 def _full_diagonal(t: DTensor, layout: Layout) -> Tensor:
@@ -259,9 +250,16 @@ def _full_diagonal(t: DTensor, layout: Layout) -> Tensor:
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return `optimizer.state_dict()` with every moment in the original order of its parameter. Every rank must call it."""
-    return _convert_optimizer(
-        optimizer, optimizer.state_dict(), lambda t, p: to_original(cast(DTensor, t), p.partir_layout)
-    )
+    return _convert_optimizer(optimizer, optimizer.state_dict(), _moment_to_original)
+
+
+def _moment_to_original(moment: Tensor, parameter: Tensor) -> Tensor:
+    layout = cast(Layout, getattr(parameter, "partir_layout", None))
+    return to_original(cast(DTensor, moment), layout) if needs_conversion(parameter) else moment
+
+
+def _moment_to_stored(moment: Tensor, parameter: Tensor) -> Tensor:
+    return to_stored(moment, cast(DTensor, parameter))
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -272,22 +270,22 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         raise PartirError(
             f"the optimizer holds {len(unknown)} parameters that are not the model's: build it after parallelize."
         )
-    optimizer.load_state_dict(cast(Any, _convert_optimizer(optimizer, dict(state), to_stored)))
+    optimizer.load_state_dict(cast(Any, _convert_optimizer(optimizer, dict(state), _moment_to_stored)))
 
 
-def _convert_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], convert: Any) -> dict[str, Any]:
+def _convert_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], convert: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    converted: dict[Any, Any] = {}
-    for index, values in state["state"].items():
-        parameter = parameters[index]
-        converted[index] = {key: _convert_moment(value, parameter, convert) for key, value in values.items()}
+
+    def moment(value: Any, parameter: Tensor) -> Any:
+        one = isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
+        return convert(value, parameter) if one else value
+
+    converted = {
+        index: {name: moment(value, parameters[index]) for name, value in values.items()} for index, values in state["state"].items()
+    }
     return {**state, "state": converted}
-
-
-def _convert_moment(value: Any, parameter: Any, convert: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
-        return value
-    return convert(value, parameter) if convert is to_stored or needs_conversion(parameter) else value
 
 
 def needs_conversion(parameter: Tensor) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from partir.errors import MeshError
@@ -20,6 +19,7 @@ from partir.runtime.distributed import DistributedProgram
 from partir.runtime.failures import Failures
 from partir.runtime.groups import Groups
 from partir.runtime.parameters import Parameters
+from partir.runtime.torch_dtensor import dist
 from partir.runtime.transport import Transport
 
 
@@ -43,7 +43,7 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device that this rank runs on: `cuda:LOCAL_RANK` under nccl, else where the model is."""
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+    tensor: Tensor | None = next(iter([*model.parameters(), *model.buffers()]), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
 

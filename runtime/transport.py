@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from partir.runtime import record
 from partir.runtime.failures import Failures
 from partir.runtime.groups import Group, backend_name
+from partir.runtime.torch_dtensor import dist
 
 EXCHANGE_BELOW_BYTES = 65536
 NATIVE_REDUCE_FROM_BYTES = 4 * 2**20

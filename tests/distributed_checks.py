@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -33,6 +31,7 @@ from partir.runtime.parameters import (
 from partir.runtime.record import record_communication
 from partir.runtime.session import Session
 from partir.runtime.simulated import SimulatedProgram
+from partir.runtime.torch_dtensor import local_of, make_dtensor, spec_of
 from tests.hand_lowered import HandLowered, mlp
 
 CPU = torch.device("cpu")
@@ -99,7 +98,7 @@ def compare_mlp(sizes: tuple[int, ...], memory: str) -> None:
         (loss + (y * y).sum()).backward()
     with record_communication() as log:
         loss_here, y_here = run(x, *weights.parameters())
-        (loss_here + (y_here * y_here).sum().full_tensor()).backward()
+        (loss_here + cast(DTensor, (y_here * y_here).sum()).full_tensor()).backward()
     expected = [event for event in expected_log.events if event.rank == dist.get_rank()]
     assert sorted(map(str, log.events)) == sorted(map(str, expected))
     assert relative(loss_here.detach(), loss.detach()) < 1e-12
@@ -220,7 +219,7 @@ def check_permuted_and_diagonal_parameters(rank: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         twin = torch.nn.Parameter(whole.clone())
         other = torch.optim.AdamW([twin], lr=0.1)
-        weight.grad = DTensor(weight._local_tensor * 0.5, weight._spec, requires_grad=False)  # pyright: ignore
+        weight.grad = make_dtensor(local_of(weight) * 0.5, cast(Any, spec_of(weight)))
         twin.grad = whole * 0.5
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         expected = torch.nn.utils.clip_grad_norm_([twin], 1.0)

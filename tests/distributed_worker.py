@@ -10,11 +10,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.tensor", "tests.distributed_checks"]
+PRELOADED = ["torch", "torch.distributed.tensor", "tests.distributed_checks", "tests.module_checks"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,12 @@ class RankReport:
     exit_code: int | None
 
 
-def run_world(num_ranks: int, module: str, checks: Sequence[str], timeout: float) -> list[RankReport]:
-    """Run the named functions of a module on every rank, in order, each taking the rank.
+def run_world(num_ranks: int, checks: Sequence[tuple[str, str]], timeout: float) -> list[RankReport]:
+    """Run functions on every rank, in order, each taking the rank.
 
     Args:
         num_ranks: processes to start.
-        module: where the functions are.
-        checks: their names.
+        checks: (module, name) of each function.
         timeout: seconds after which every process is ended.
     """
     context = multiprocessing.get_context("forkserver")
@@ -48,7 +46,7 @@ def run_world(num_ranks: int, module: str, checks: Sequence[str], timeout: float
     processes: list[Any] = []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(rank, num_ranks, port, module, list(checks), sender), daemon=True)
+        process = context.Process(target=_rank_main, args=(rank, num_ranks, port, list(checks), sender), daemon=True)
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -77,7 +75,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[dict[str, str]]:
     return errors
 
 
-def _rank_main(rank: int, num_ranks: int, port: int, module: str, checks: list[str], sender: Connection) -> None:
+def _rank_main(rank: int, num_ranks: int, port: int, checks: list[tuple[str, str]], sender: Connection) -> None:
     import importlib
 
     import torch
@@ -97,9 +95,8 @@ def _rank_main(rank: int, num_ranks: int, port: int, module: str, checks: list[s
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     limit = timedelta(seconds=100)
     attempt("start", lambda: dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit))
-    found = attempt("import", lambda: importlib.import_module(module))
-    for name in checks:
-        attempt(name, partial(getattr(found, name, None), rank))  # pyright: ignore
+    for module, name in checks:
+        attempt(name, lambda module=module, name=name: getattr(importlib.import_module(module), name)(rank))
     # Nobody leaves before the others are done: rank 0 holds the store.
     sender.close()
     if rank == 0:

@@ -89,7 +89,8 @@ def check_gpt_222(rank: int) -> None:
     for index, expected in other.state_dict()["state"].items():
         assert relative(moments[index]["exp_avg"].full_tensor(), expected["exp_avg"], 1e-6) < 1e-9
     load_optimizer_state_dict(model, optimizer, other.state_dict())
-    model.eval(), twin.eval()
+    model.eval()
+    twin.eval()
     with torch.no_grad():
         logits = model(tokens())
         assert not isinstance(logits, DTensor) and relative(logits, twin(tokens())) < 1e-9
@@ -167,13 +168,54 @@ def check_inputs_and_outputs_as_dtensors(rank: int) -> None:
     expected.sin().sum().backward()
     y.sin().sum().backward()
     assert whole.grad is not None and relative(whole.grad, cast(Tensor, x.grad)) < 1e-10
-    again = DTensor.from_local(y.to_local().detach(), y.device_mesh, y.placements).requires_grad_()
+    again = cast(DTensor, DTensor.from_local(y.to_local().detach(), y.device_mesh, y.placements).requires_grad_())
     z = model(again)
     other = expected.detach().requires_grad_()
     twin(other).sin().sum().backward()
     z.sin().sum().backward()
     assert isinstance(again.grad, DTensor) and again.grad.placements == again.placements
     assert relative(again.grad.full_tensor(), cast(Tensor, other.grad)) < 1e-10
+
+
+class Dropped(nn.Module):
+    """One norm, one linear, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(self.norm(x)), 0.5, self.training)
+
+
+def check_diagonal_vectors_and_dropout(rank: int) -> None:
+    """Vectors on the diagonal train under an ordinary optimizer; random numbers are rank 0's, whatever this rank's seed."""
+    torch.manual_seed(0)
+    model = Dropped().double()
+    whole = copy.deepcopy(model)
+    parallelize(model, (2, 2, 2), vectors="diagonal", outputs="whole")
+    x = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    for call in range(2):
+        y = model(x)
+        assert everyone_has(y.detach()) and 0.3 < float((y == 0).double().mean()) < 0.7
+        y.square().mean().backward()
+        expected = [full_tensor(p).clone().requires_grad_() for p in model.parameters()]
+        kept = (y != 0).detach()
+        twin = torch.func.functional_call(whole.eval(), dict(zip(dict(whole.named_parameters()), expected)), (x,)) * kept * 2
+        twin.square().mean().backward()
+        assert relative(y.detach(), twin.detach()) < 1e-12
+        for (name, p), q in zip(model.named_parameters(), expected, strict=True):
+            assert relative(cast(Tensor, full_gradient(p)), cast(Tensor, q.grad)) < 1e-10, (name, call)
+        norm = cast(Any, nn.utils.clip_grad_norm_(model.parameters(), 100.0))
+        assert relative(norm.full_tensor(), nn.utils.get_total_norm([cast(Tensor, q.grad) for q in expected])) < 1e-12
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [name for name, p in model.named_parameters() if p.dim() == 1 and cast(DTensor, p).to_local().numel() == 0]
+    place = parallelized(model).mesh.coordinate(rank)
+    assert bool(held) == (place["y"] != place["z"]), held
 
 
 def check_a_changed_parameter_is_noticed(rank: int) -> None:

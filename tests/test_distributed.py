@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from tests import distributed_checks
-from tests.dying_rank import DEAD
+from tests import distributed_checks, module_checks
 from tests.distributed_worker import RankReport, run_world
+from tests.dying_rank import DEAD
 
-CHECKS = [name for name in vars(distributed_checks) if name.startswith("check_")]
+MODULES = {"tests.distributed_checks": distributed_checks, "tests.module_checks": module_checks}
+CHECKS = [(module, name) for module, found in MODULES.items() for name in vars(found) if name.startswith("check_")]
 
 
 @pytest.fixture(scope="module")
 def world() -> list[RankReport]:
-    return run_world(8, "tests.distributed_checks", CHECKS, timeout=150)
+    return run_world(8, CHECKS, timeout=280)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_8_ranks(world: list[RankReport], name: str) -> None:
+@pytest.mark.parametrize(("module", "name"), CHECKS)
+def test_on_8_ranks(world: list[RankReport], module: str, name: str) -> None:
+    failed = [report.errors[key] for report in world for key in ("start", name) if report.errors.get(key)]
     missing = [report.rank for report in world if name not in report.errors]
-    failed = [report.errors[name] for report in world if report.errors.get(name)]
     assert not failed, "\n".join(failed)
     assert not missing, f"ranks {missing} did not reach the end of {name}"
 
 
 def test_a_dead_rank_is_named_by_every_survivor() -> None:
-    reports = run_world(8, "tests.dying_rank", ["check_survivors_are_told"], timeout=80)
+    reports = run_world(8, [("tests.dying_rank", "check_survivors_are_told")], timeout=100)
     survivors = [report for report in reports if report.rank != DEAD]
     assert [report.errors["check_survivors_are_told"] for report in survivors] == [""] * 7
     assert reports[DEAD].exit_code == 1

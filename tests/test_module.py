@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from partir.api import full_state_dict, parallelize
 from partir.errors import MeshError, PartirError
-from partir.module import ParallelModule, Parallelized, parallelized
+from partir.module import Parallelized, ParallelModule, parallelized
 from tests.module_checks import TwoLinears
 
 MESH = (2, 2, 2)

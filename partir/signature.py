@@ -1,0 +1,53 @@
+"""The signature of a call: the text of all that a compiled program depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from partir.errors import PartirError
+from partir.layout import Dim, Layout, Part, dtype_name
+from partir.mesh import Mesh
+
+
+def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str:
+    """Return the text of all that a compiled program depends on, the same on every rank.
+
+    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)")
+    'tuple(*); inputs cpu torch.float32 [3, 2]; grad on; training all; frozen none'
+    """
+    inputs = ", ".join(_describe(leaf) for leaf in leaves)
+    modes = {name or "root": module.training for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    training = "all" if all(modes.values()) else ", ".join(name for name, on in modes.items() if on) or "none"
+    grad = "on" if torch.is_grad_enabled() else "off"
+    return f"{structure}; inputs {inputs}; grad {grad}; training {training}; frozen {', '.join(frozen) or 'none'}"
+
+
+def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:
+    """Return the layout that a DTensor's placements mean.
+
+    Raises:
+        PartirError: its DeviceMesh has other dims than the mesh, or a placement is not plain.
+    """
+    names = t.device_mesh.mesh_dim_names or ()
+    axes: list[list[str]] = [[] for _ in range(t.dim())]
+    for name, size, placement in zip(names, t.device_mesh.shape, t.placements):
+        if mesh[name] != size or not (placement.is_replicate() or placement.is_shard()):
+            raise PartirError(
+                f"a DTensor input is {placement} over {name}={size}; the mesh is {mesh}: use Shard or Replicate on its axes."
+            )
+        if placement.is_shard() and size > 1:
+            axes[int(cast(Any, placement).dim) % t.dim()].append(str(name))
+    if not names:
+        raise PartirError("a DTensor input's DeviceMesh has no dim names; name them as the mesh's axes.")
+    return Layout(dtype_name(t.dtype), tuple(Dim((Part(n, tuple(a)),)) for n, a in zip(t.shape, axes)))
+
+
+def _describe(leaf: Tensor) -> str:
+    text = f"{leaf.device} {leaf.dtype} {list(leaf.shape)}" + (" requires grad" if leaf.requires_grad else "")
+    return text + (f" {leaf.placements} on {leaf.device_mesh.mesh_dim_names}" if isinstance(leaf, DTensor) else "")
