@@ -3,8 +3,9 @@
 Before:  %fc1: f32[16, 256]  = aten.linear(%x, %w)
 After:   %fc1: f32[16@x.z, 256@y]  from f32[16@x, 64@z] ~y and f32[256@y, 64@z] ~x, direction z, state y
 
-A call's candidates are assignments of axes to its factors. The cheapest in bytes, forward plus backward, wins; on a tie the
-first. Parameters are laid where their first use wants them, and further split along the axes that it does not use.
+A product runs in the state in which its operands rest. Another call's candidates are assignments of axes to its factors; the
+cheapest in bytes, forward plus backward, wins; on a tie the first. Parameters are laid where their first use wants them, and
+further split along the axes that it does not use.
 Only choices are made here; insert_collectives realises them.
 
 Requires: factorise_dims.
@@ -24,7 +25,7 @@ from torch.fx import GraphModule, Node
 from partir.assignment import Assignment, Call, SubFactor, merge, operand_layouts, project, result_layouts
 from partir.errors import source_line
 from partir.graph import is_call, is_getitem, layouts_of, operands, results_of
-from partir.law import is_lawful, place_axes, scatter_rows
+from partir.law import is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.place_parameters import parameter_layout, product_error
@@ -179,7 +180,7 @@ class _Annotator:
 
     def _candidates(self, node: Node, call: Call, present: Sequence[Layout | None]) -> Iterator[Candidate]:
         if is_lawful(call):
-            yield from self._lawful(node, call)
+            yield from self._lawful(node, call, present)
             return
         projections = [
             project(call, index, layout, self.mesh)
@@ -194,12 +195,11 @@ class _Annotator:
             yield None, merged
         yield None, {}
 
-    def _lawful(self, node: Node, call: Call) -> Iterator[Candidate]:
+    def _lawful(self, node: Node, call: Call, present: Sequence[Layout | None]) -> Iterator[Candidate]:
         product = call.binding.product
         assert product is not None
         groups = {"m": product.m, "k": product.k, "n": product.n}
-        start = self.placement.lookup_start if call.binding.index else self.placement.start
-        for state in sorted(self.placement.states, key=lambda state: state != start):
+        for state in states_to_try(call, self.placement, present, self.mesh):
             law = self.placement.states[state]
             assignment: dict[SubFactor, tuple[str, ...]] = {}
             for letter in ("k", "n", "m"):

@@ -1,0 +1,45 @@
+"""Compile small models for tests of the compiler, and find the tensors that their programs take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partir.graph import collective_name, is_collective
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.passes.pipeline import Compiled, Options, compile_program
+from partir.passes.trace import flatten_inputs
+from partir.runtime.simulated import SimulatedProgram
+
+
+def compile_model(
+    model: nn.Module, args: Sequence[Any], sizes: Sequence[int], inputs: Mapping[str, str] | None = None, **options: Any
+) -> Compiled:
+    """Compile ``model(*args)`` on a mesh; ``inputs``: layouts in text of inputs that arrive as blocks."""
+    layouts = {name: Layout.parse(text) for name, text in (inputs or {}).items()}
+    return compile_program(model, tuple(args), {}, Mesh.parse(tuple(sizes)), Options(**options), None, layouts)
+
+
+def whole_tensors(compiled: Compiled, model: nn.Module, args: Sequence[Any]) -> list[Tensor]:
+    """Return the whole tensor of each input slot of a compiled program."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    given = iter(flatten_inputs(tuple(args), {})[0])
+    values: list[Any] = []
+    for slot in compiled.traced.slots:
+        values.append(slot.value if slot.kind == "constant" else state[slot.name] if slot.name in state else next(given))
+    seeds = len(compiled.program.inputs) - len(values)
+    return values + [torch.tensor([1, 0])] * seeds
+
+
+def run(compiled: Compiled, model: nn.Module, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Run a compiled program on every rank; differentiable."""
+    return SimulatedProgram(compiled.program, check_ranks=True)(*whole_tensors(compiled, model, args))
+
+
+def moves(graph: torch.fx.GraphModule) -> list[tuple[str, str]]:
+    """Return ``(op, axis)`` for each collective of a graph, in order."""
+    return [(collective_name(n), str(n.args[1] if len(n.args) > 1 else n.kwargs["axis"])) for n in graph.graph.nodes if is_collective(n)]
