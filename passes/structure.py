@@ -195,22 +195,15 @@ def _rebuild(node: Node, tensors: Sequence[Any]) -> Any:
     kind: Any = node.kind
     value: Any = kind.__new__(kind)
     items = [_rebuild(item, tensors) for item in node.items]
-    if isinstance(value, dict):
-        _fill_dict(value, dict(zip(node.keys, items, strict=True)))
-    elif isinstance(value, list):
-        _fill_list(value, items)
+    # The base class's own method: that of the class may do more.
+    base: Any = next((base for base in (dict, list) if issubclass(node.kind, base)), None)
+    if base is not None and issubclass(node.kind, dict):
+        base.update(value, zip(node.keys, items, strict=True))
+    elif base is not None:
+        base.extend(value, items)
     attributes = [_rebuild(part, tensors) for part in node.attributes]
-    vars(value).update(zip(node.names, attributes, strict=True))
+    value.__dict__.update(zip(node.names, attributes, strict=True))
     return value
-
-
-def _fill_dict(value: Any, items: dict[Any, Any]) -> None:
-    """Fill a dict without its class's own __setitem__, which may do more."""
-    dict.update(value, items)
-
-
-def _fill_list(value: Any, items: list[Any]) -> None:
-    list.extend(value, items)
 
 
 def _text(node: Node, opaque: list[Any]) -> str:

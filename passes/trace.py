@@ -122,7 +122,7 @@ def input_names(model: nn.Module, structure: Structure) -> list[str]:
 
     >>> _, structure = flatten_inputs(((torch.ones(1), torch.ones(1)),), {"mask": torch.ones(1)})
     >>> input_names(nn.LSTM(1, 1), structure)
-    ['input[0]', 'input[1]', "mask"]
+    ['input[0]', 'input[1]', 'mask']
     """
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
