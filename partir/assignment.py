@@ -37,6 +37,7 @@ class Call:
         unsplit: factors that may not be split here.
         maxima: factors whose split leaves a pending maximum, which has no gradient: none where the result has one.
         inputs, outputs: fake tensors with global shapes.
+        grads: whether each input has a gradient.
     """
 
     binding: Binding
@@ -45,6 +46,7 @@ class Call:
     maxima: frozenset[str]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
+    grads: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, node: Node, grad: bool) -> Call:
@@ -54,8 +56,9 @@ class Call:
         if grad:
             unsplit |= frozenset(name for name in binding.maxima if name not in binding.splits)
         inputs = tuple(operand.meta["val"] for operand in operands(node))
+        grads = tuple(bool(operand.meta["grad"]) for operand in operands(node))
         maxima = frozenset() if grad else binding.maxima
-        return cls(binding, node.meta["factors"], frozenset(unsplit - set(binding.splits)), maxima, inputs, results_of(node))
+        return cls(binding, node.meta["factors"], frozenset(unsplit - set(binding.splits)), maxima, inputs, results_of(node), grads)
 
     def subfactors(self, names: Iterable[str]) -> list[SubFactor]:
         """Return the (factor, sub-dim) pairs of factors, in order."""
@@ -133,7 +136,7 @@ def _operand(
     call: Call, index: int, assignment: Assignment, present: Layout | None, whole: Mapping[str, str], mesh: Mesh
 ) -> Layout:
     tensor = call.inputs[index]
-    grad = present.grad if present else tensor.is_floating_point() or tensor.is_complex()
+    grad = present.grad if present else call.grads[index]
     dims = _dims(call, call.binding.operands[index], tensor, assignment)
     mine = {axis for dim in dims for axis in dim.all_axes}
     used = {axis for axes in assignment.values() for axis in axes}

@@ -15,6 +15,7 @@ Ensures: ``meta["layout"]`` (at rest), ``["operands"]``, ``["computed"]``, and f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -205,12 +206,16 @@ class _Annotator:
             for letter in ("k", "n", "m"):
                 axes = tuple(axis for axis in law[letter] if axis in self.mesh.names)
                 missed = place_axes(call, groups[letter], axes, assignment, self.mesh)
-                if missed and self._is_required(node, letter):
+                if missed and self._is_required(node, call, letter, axes):
                     raise product_error(node, call, letter, groups[letter], axes, self.mesh)
             yield state, assignment
 
-    def _is_required(self, node: Node, letter: str) -> bool:
-        """Rows made of constants alone (positions) may stay whole; everything else must be divided."""
+    def _is_required(self, node: Node, call: Call, letter: str, axes: tuple[str, ...]) -> bool:
+        """Rows made of constants alone (positions), and a table of fewer rows than ranks (token types), may stay whole."""
+        product = call.binding.product
+        assert product is not None
+        if letter == "k" and call.binding.index:
+            return math.prod(call.binding.sizes[name] for name in product.k) >= self.mesh.extent(axes)
         return letter != "m" or bool(node.meta["from_inputs"])
 
     def _evaluate(self, node: Node, call: Call, candidate: Candidate, present: Sequence[Layout | None]) -> Choice:
