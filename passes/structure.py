@@ -196,11 +196,10 @@ def _rebuild(node: Node, tensors: Sequence[Any]) -> Any:
     value: Any = kind.__new__(kind)
     items = [_rebuild(item, tensors) for item in node.items]
     # The base class's own method: that of the class may do more.
-    base: Any = next((base for base in (dict, list) if issubclass(node.kind, base)), None)
-    if base is not None and issubclass(node.kind, dict):
-        base.update(value, zip(node.keys, items, strict=True))
-    elif base is not None:
-        base.extend(value, items)
+    base: Any = next((base for base in (dict, list) if issubclass(kind, base)), None)
+    if base is not None:
+        fill = getattr(base, "update" if base is dict else "extend")
+        fill(value, dict(zip(node.keys, items, strict=True)) if base is dict else items)
     attributes = [_rebuild(part, tensors) for part in node.attributes]
     value.__dict__.update(zip(node.names, attributes, strict=True))
     return value
