@@ -142,7 +142,8 @@ def _refine(a: Dim, b: Dim, mesh: Mesh) -> tuple[int, ...] | None:
 
 def _merge_sizes(left: list[int], right: list[int]) -> list[int] | None:
     """Return the common refinement of two factorisations of one size, major first; None where there is none."""
-    left, right, merged = list(left), list(right), []
+    left, right = list(left), list(right)
+    merged: list[int] = []
     while left and right:
         a, b = left.pop(0), right.pop(0)
         small, large = min(a, b), max(a, b)
@@ -203,6 +204,8 @@ def _moves(state: _State, goal: _State, here: Layout, sizes: tuple[tuple[int, ..
             yield from _gathers(state, goal, axis, held, grad, n, sizes, mesh)
             continue
         for op, to, fwd, bwd in _type_changes(kind, held, n, grad):
+            if to == "P" and not _is_gathered(state, goal):
+                continue
             if to == wanted[axis] or to in ("I", "N", "R"):
                 yield op[0], {"axis": axis, **op[1]}, _retype(state, axis, to), fwd, bwd * grad
         for dim, part in _entries(state, goal, axis):
@@ -249,6 +252,8 @@ def _gathers(
     yield "all_gather", arguments, _retype(without, axis, "R" if grad else "N"), moved, grad * moved
     if grad:
         yield "all_gather_same", arguments, _retype(without, axis, "I"), moved, 0
+    if dict(goal.types)[axis] == "P":
+        yield "zero_pad", arguments, _retype(without, axis, "P"), 0, 0
     if part is None:
         return
     for to_dim, to_part in _entries(without, goal, axis):
@@ -268,6 +273,12 @@ def _place_of(state: _State, axis: str) -> tuple[int, int | None] | None:
             if axis in axes:
                 return dim, part
     return None
+
+
+def _is_gathered(state: _State, goal: _State) -> bool:
+    """Return whether no axis is left to gather. Sums are made pending last: a gather then reads what is at rest."""
+    inner = all(_begins(have, want) for parts, wanted in zip(state.dims, goal.dims) for have, want in zip(parts, wanted))
+    return inner and all(not flat or _is_wanted(state, goal, dim, None) for dim, flat in enumerate(state.flat))
 
 
 def _is_wanted(state: _State, goal: _State, dim: int, part: int | None) -> bool:
