@@ -20,6 +20,7 @@ COSTS: dict[str, Callable[[int, int], float]] = {
     "all_reduce": lambda num_bytes, ranks: 2 * (ranks - 1) * num_bytes / ranks,
     "all_to_all": lambda num_bytes, ranks: (ranks - 1) * num_bytes / ranks,
     "broadcast": lambda num_bytes, ranks: num_bytes,
+    "receive": lambda num_bytes, ranks: num_bytes,
 }
 """Bytes that a rank receives in a ring, given the bytes that it passes in and the number of ranks."""
 
@@ -33,6 +34,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
     "c10d.allreduce_coalesced_": ("all_reduce", 0),
     "c10d.alltoall_base_": ("all_to_all", 1),
     "c10d.broadcast_": ("broadcast", 0),
+    "c10d.recv_": ("receive", 0),
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0),
     "_c10d_functional.all_gather_into_tensor_out": ("all_gather", 0),
     "_c10d_functional.all_gather_into_tensor_coalesced": ("all_gather", 0),
@@ -48,7 +50,7 @@ COLLECTIVES: dict[str, tuple[str, int]] = {
 }
 """Operation -> its kind, and which argument holds what the rank passes in."""
 
-SILENT = {"c10d.barrier", "c10d.check_for_nan"}
+SILENT = {"c10d.barrier", "c10d.check_for_nan", "c10d.send"}
 SILENT |= {f"_c10d_functional.{name}" for name in ("wait_tensor", "_wrap_tensor_autograd")}
 SILENT |= {"_dtensor.mesh_get_process_group"}
 

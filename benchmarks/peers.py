@@ -109,8 +109,10 @@ class Measured:
             return self.step
 
         self.peak = peak_bytes(prepare)
-        with CountBytes() as count:
+        with CountBytes() as count, self.system.record() as log:
             self.step()
+        if log is not None and abs(log.bytes() - count.received) > 1024:  # less is the check that ranks agree on inputs
+            say(f"{self.system.name} records {log.bytes()} bytes, its c10d operations receive {count.received}")
         self.received, self.num_collectives = count.received, count.num_collectives
 
     def step(self) -> None:
@@ -143,8 +145,9 @@ class Measured:
         }
 
 
-def say(rank: int, text: str) -> None:
-    if rank == 0:
+def say(text: str) -> None:
+    """Print a line of progress, once for all ranks."""
+    if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
@@ -158,12 +161,12 @@ def run_rank(rank: int, port: int, path: str, arguments: argparse.Namespace) -> 
     for build in builds(arguments):
         start = time.perf_counter()
         measured.append(Measured(build, arguments))
-        say(rank, f"{measured[-1].system.name}: built and counted in {time.perf_counter() - start:.1f} s")
+        say(f"{measured[-1].system.name}: built and counted in {time.perf_counter() - start:.1f} s")
     for turn in range(arguments.rounds):
         for each in measured:
             for _ in range(arguments.steps):
                 each.time_step()
-        say(rank, f"round {turn + 1} of {arguments.rounds}")
+        say(f"round {turn + 1} of {arguments.rounds}")
     rows = [each.row() for each in measured]
     if rank == 0:
         Path(path).write_text(json.dumps(rows))

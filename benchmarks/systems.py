@@ -34,6 +34,7 @@ class System:
     model: nn.Module
     share: tuple[int, int] = (0, 1)
     context: Callable[[], Any] = contextlib.nullcontext
+    record: Callable[[], Any] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -125,7 +126,7 @@ def build_partir(config: GPTConfig, mesh: tuple[int, ...], memory: str) -> Syste
     import partir
 
     model = partir.parallelize(make_model(config), mesh=mesh, memory=memory)
-    return System(f"partir {','.join(map(str, mesh))} {memory}", model)
+    return System(f"partir {','.join(map(str, mesh))} {memory}", model, record=partir.record_communication)
 
 
 PEERS: dict[str, Callable[[GPTConfig], System]] = {

@@ -48,6 +48,8 @@ def test_bytes_of_each_collective() -> None:
         "all_gather_list": (lambda: dist.all_gather([torch.zeros(100) for _ in range(8)], block), 7 * 400),
         "reduce_scatter": (lambda: dist.reduce_scatter_single(block, whole), 7 * 400),
         "all_to_all": (lambda: dist.all_to_all_single(torch.zeros(800), whole), 7 * 400),
+        "send": (lambda: dist.send(block, 1), 0),
+        "receive": (lambda: dist.recv(block, 1), 400),
         "barrier": (dist.barrier, 0),
     }
     for name, (call, num_bytes) in expected.items():
