@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from examples.models.gpt import GPT, GPTConfig
+from examples.models.gpt import GPT
+from partir import api
 from partir.api import full_state_dict, parallelize
 from partir.errors import MeshError, PartirError, RankError
 from partir.module import parallelized
@@ -22,6 +24,7 @@ from partir.runtime.parameters import (
     optimizer_state_dict,
 )
 from tests.distributed_checks import everyone_has, relative
+from tests.gpt_on_tokens import make_gpt, tokens
 
 STEPS = 3
 
@@ -36,15 +39,6 @@ class TwoLinears(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return self.second(torch.relu(self.first(x))) * scale
-
-
-def make_gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=48, block_size=8, num_layers=1, num_heads=8, hidden=64)).double()
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, 48, (8, 8), generator=torch.Generator().manual_seed(1))
 
 
 def train_beside(sizes: tuple[int, ...]) -> tuple[GPT, GPT, Any]:
@@ -109,20 +103,15 @@ def _check_loads(model: GPT, twin: GPT) -> None:
         assert torch.equal(full_tensor(p), twin.get_parameter(name)), name
 
 
-def check_gpt_811(rank: int) -> None:
-    train_beside((8, 1, 1))
+def check_gpt_on_other_meshes(rank: int) -> None:
+    """As above, programs compiled ahead; that every rank compiles the same is what the check above shows."""
+    from tests.compiled_ahead import COMPILED
 
-
-def check_gpt_181(rank: int) -> None:
-    train_beside((1, 8, 1))
-
-
-def check_gpt_118(rank: int) -> None:
-    train_beside((1, 1, 8))
-
-
-def check_gpt_421(rank: int) -> None:
-    train_beside((4, 2, 1))
+    for sizes, compiled in COMPILED.items():
+        if isinstance(compiled, Exception):
+            raise compiled
+        with mock.patch.object(api, "_compile", lambda *_, compiled=compiled: compiled):
+            train_beside(sizes)
 
 
 def check_bad_input(rank: int) -> None:

@@ -1,0 +1,26 @@
+"""GPT compiled once for several meshes, in the server from which the ranks are forked: 8 ranks need not do it 8 times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from partir.errors import PartirError
+from partir.mesh import Mesh
+from partir.passes import pipeline
+from tests.gpt_on_tokens import make_gpt, tokens
+
+MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1))
+
+
+def _compile(sizes: tuple[int, ...]) -> Any:
+    ids = tokens()
+    try:
+        return pipeline.compile_program(make_gpt(), (ids,), {"labels": ids}, Mesh.parse(sizes), pipeline.Options())
+    except PartirError as error:
+        return error
+
+
+torch.set_num_threads(1)
+COMPILED = {sizes: _compile(sizes) for sizes in MESHES}
