@@ -1,4 +1,7 @@
-"""The one place that calls torch's private AOTAutograd.
+"""The one place that calls torch's private parts of AOTAutograd.
+
+A lowered graph is functional already, so one trace of its forward and of ``torch.autograd.grad`` gives the joint graph: AOTAutograd
+traces twice. Where a backward formula of torch writes in place, AOTAutograd does it, and makes it functional.
 
 ``tests/test_differentiate.py::test_aot_contract`` notices when torch changes what is relied on here:
 
@@ -17,10 +20,14 @@ from typing import Any, cast
 
 import torch
 import torch._functorch.config
+from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from partir.errors import PartirError, VerifyError, source_line
 
@@ -68,11 +75,70 @@ def export_joint(
         requires_grad[:] = [result.requires_grad for result in results]
         return tuple(result.clone(memory_format=torch.contiguous_format) for result in results)
 
+    if training and any(wanted):
+        joint = _trace_once(module, flat, arguments, wanted)
+        if joint is not None:
+            return joint, tuple(requires_grad)
     export = cast("Callable[..., GraphModule]", aot_export_joint_simple)
     patch = cast("Callable[..., AbstractContextManager[None]]", torch._functorch.config.patch)  # pyright: ignore
     with patch(debug_assert=False), torch.enable_grad():
         joint = export(flat, tuple(arguments), trace_joint=training)
     return joint, tuple(training and needs for needs in requires_grad)
+
+
+def _trace_once(
+    module: GraphModule, flat: Callable[..., tuple[torch.Tensor, ...]], arguments: Sequence[torch.Tensor], wanted: Sequence[bool]
+) -> GraphModule | None:
+    """Trace forward and backward in one go; None where nothing has a gradient, or a formula writes in place."""
+    results = cast("Sequence[Node]", module.graph.output_node().args[0])
+    values = [cast(torch.Tensor, result.meta["val"]) for result, keep in zip(results, wanted, strict=True) if keep]
+    tangents = [torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device) for value in values]
+    takes: list[bool] = []
+
+    def joint(primals: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        outputs = flat(*primals)
+        candidates = [output for output, keep in zip(outputs, wanted, strict=True) if keep]
+        takes[:] = [output.requires_grad for output in candidates]
+        needed = [output for output, take in zip(candidates, takes) if take]
+        given = [tangent for tangent, take in zip(tangents, takes) if take]
+        asked = [primal for primal in primals if primal.requires_grad]
+        if not needed:
+            return (*outputs, *(None for _ in primals))
+        setup_stacktrace_preservation_hooks([cast(Any, output).grad_fn for output in needed])
+        with fx_traceback.preserve_node_meta(), set_partitioner_tag_is_backward():
+            gradients = iter(torch.autograd.grad(needed, asked, given, allow_unused=True))
+        return (*outputs, *(next(gradients) if primal.requires_grad else None for primal in primals))
+
+    with torch.enable_grad():
+        traced = make_fx(joint)(list(arguments), tangents)
+    if not any(takes) or any(_writes(node) for node in traced.graph.nodes):
+        return None
+    copy_fwd_metadata_to_bw_nodes(traced)
+    _name_placeholders(traced, len(arguments), takes)
+    return traced
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+
+
+def _name_placeholders(joint: GraphModule, num_primals: int, takes: Sequence[bool]) -> None:
+    """Name them as AOTAutograd does, and drop the tangents of outputs that have no gradient."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    kept = 0
+    for index, node in enumerate(placeholders):
+        if index < num_primals:
+            name = f"primals_{index + 1}"
+        elif takes[index - num_primals]:
+            kept += 1
+            name = f"tangents_{kept}"
+        else:
+            joint.graph.erase_node(node)
+            continue
+        node.target = name
+        node._rename(name)  # pyright: ignore[reportPrivateUsage]
+    output = joint.graph.output_node()
+    output.args = (list(cast("Sequence[Any]", output.args[0])),)
 
 
 def fake_arguments(
