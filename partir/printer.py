@@ -22,7 +22,7 @@ def graph_text(graph_module: GraphModule, names: Mapping[str, str] | None = None
     Args:
         names: a name to print for a placeholder in place of fx's own (``fc1.weight`` for ``p_fc1_weight``).
     """
-    shown = {node: f"%{(names or {}).get(node.name, node.name)}" for node in graph_module.graph.nodes}
+    shown = {node: f"%{(names or {}).get(node.name) or user_name(node)}" for node in graph_module.graph.nodes}
     rows = [_row(node, shown) for node in graph_module.graph.nodes if node.op != "output"]
     width = max((len(left) for left, _, _ in rows if len(left) < 60), default=0)
     lines = [f"{left:<{width}}{' = ' + right if right else ''}{note}".rstrip() for left, right, note in rows]
@@ -39,8 +39,14 @@ def _row(node: Node, shown: Mapping[Node, str]) -> tuple[str, str, str]:
     return left, _call(node, shown), _facts(node)
 
 
+def user_name(node: Node) -> str:
+    """Return the user's name of a parameter, input, gradient or tangent of a program's graph, else the node's name."""
+    gradient = node.meta.get("gradient") or node.meta.get("tangent")
+    return f"d_{gradient}" if gradient else str(node.meta.get("slot") or node.name)
+
+
 def type_text(node: Node) -> str:
-    """Return the layouts of a node's results, or their plain global types before annotation."""
+    """Return the layouts of a node's results, or their plain types: global before annotation, ``local`` in a rank's program."""
     value, layout = node.meta.get("val"), node.meta.get("layout")
     if layout is not None:
         layouts = (layout,) if isinstance(layout, Layout) else tuple(layout)
@@ -48,20 +54,39 @@ def type_text(node: Node) -> str:
     else:
         values = (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
         text = "; ".join(f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]" for item in values)
+        text = f"local {text}" if node.meta.get("stage") and text else text
     return text if isinstance(value, torch.Tensor) else f"({text})"
 
 
+def _local(node: Node) -> str:
+    """Return ``local [4, 32]`` for a node of one rank's graph whose block is smaller than the whole."""
+    value, layout = node.meta.get("val"), node.meta.get("layout")
+    if layout is None or value is None:
+        return ""
+    values = (value,) if isinstance(value, torch.Tensor) else tuple(value)
+    layouts = (layout,) if isinstance(layout, Layout) else tuple(layout)
+    if all(tuple(item.shape) == whole.shape for item, whole in zip(values, layouts)):
+        return ""
+    return "local " + "; ".join(f"[{', '.join(map(str, item.shape))}]" for item in values)
+
+
 def _facts(node: Node) -> str:
+    facts = [_local(node), *_choices(node)]
+    text = ", ".join(fact for fact in facts if fact)
+    return f"    # {text}" if text else ""
+
+
+def _choices(node: Node) -> list[str]:
+    """Return what annotate has chosen for a node: block, direction and state."""
     layout = node.meta.get("layout")
     if "operands" not in node.meta and not (node.op == "placeholder" and node.meta.get("direction")):
-        return ""
-    block = layout.block if isinstance(layout, Layout) else ""
-    facts = [f"block {block}"] if block else []
-    if node.meta.get("direction"):
-        facts.append(f"direction {node.meta['direction']}")
-    if node.meta.get("state"):
-        facts.append(f"state {node.meta['state']}")
-    return "    # " + ", ".join(facts) if facts else ""
+        return []
+    chosen = {
+        "block": layout.block if isinstance(layout, Layout) else "",
+        "direction": node.meta.get("direction"),
+        "state": node.meta.get("state"),
+    }
+    return [f"{name} {value}" for name, value in chosen.items() if value]
 
 
 def op_text(node: Node) -> str:
@@ -84,8 +109,9 @@ def _call(node: Node, shown: Mapping[Node, str]) -> str:
     plain = is_collective(node)
     if plain:
         schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
-        extra = dict(zip(schema[1:], node.args[1:])) | dict(node.kwargs)
-        items = [_value(node.args[0], shown)] + [f"{name}={_value(value, shown, plain)}" for name, value in extra.items()]
+        named = dict(zip(schema, node.args)) | dict(node.kwargs)
+        items = [_value(named.pop(schema[0]), shown)] if schema[0] in ("t", "ts") else []
+        items += [f"{name}={_value(value, shown, plain)}" for name, value in named.items()]
     else:
         items = [_value(item, shown) for item in node.args]
         items += [f"{name}={_value(value, shown)}" for name, value in node.kwargs.items()]

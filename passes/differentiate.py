@@ -99,7 +99,7 @@ def differentiate(
     if all(gradient is None for gradient in parts.gradients):
         return Differentiated(forward, None, len(output_slots), (False,) * len(output_slots), ())
     tangents = [slot.name for slot, takes in zip(output_slots, differentiable, strict=True) if takes]
-    backward = extract_backward(parts, joint, shared, forward, input_slots, tangents)
+    backward = extract_backward(parts, joint, shared, forward, mesh, input_slots, tangents)
     return Differentiated(forward, backward, len(output_slots), differentiable, saved)
 
 

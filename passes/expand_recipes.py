@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from partir.assignment import split_axes
-from partir.errors import source_line
 from partir.graph import is_call, is_collective, is_getitem, layout_of, layouts_of, operands
 from partir.infer import infer
 from partir.layout import Layout
@@ -84,7 +83,7 @@ class _Expansion:
         if self.dtype(value) != dtype:
             value = self.call(torch.ops.aten._to_copy.default, value, dtype=dtype)
         for step in relayout(layout_of(value), wanted, self.mesh).steps:
-            value = self._collective(step.op, value, dict(step.kwargs), step.result)
+            value = self._collective(step.op, value, dict(step.kwargs), step.result, f"result of {self.node.name}")
         return value
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
@@ -106,19 +105,19 @@ class _Expansion:
         axes = tuple(axis for axis, _ in held.pending)
         arguments = {"axis": ".".join(axes), **({"op": "max"} if kind == "max" else {})}
         whole = replace(held, pending=())
-        value = self._collective("all_reduce", value, arguments, whole)
+        reason = f"{kind} over {', '.join(factors)} in {self.node.name}"
+        value = self._collective("all_reduce", value, arguments, whole, reason)
         if not held.grad:
             return value
         spread = replace(whole, varied=(*held.varied, *axes))
-        return self._collective("spread", value, {"axis": ".".join(axes)}, spread)
+        return self._collective("spread", value, {"axis": ".".join(axes)}, spread, reason)
 
     def dtype(self, value: Node) -> torch.dtype:
         """Return the dtype of a node's tensor."""
         return cast(torch.dtype, value.meta["val"].dtype)
 
-    def _collective(self, op: str, value: Node, kwargs: dict[str, Any], layout: Layout) -> Node:
+    def _collective(self, op: str, value: Node, kwargs: dict[str, Any], layout: Layout, reason: str) -> Node:
         new = self.graph.call_function(getattr(torch.ops.partir, op).default, (value,), kwargs)
-        reason = f"{self.factor} of {self.node.name}, {source_line(self.node.meta)}"
         new.meta = {"val": value.meta["val"], "layout": layout, "origin": self.node.name, "reason": reason, **_trace_of(self.node)}
         return new
 

@@ -2,22 +2,27 @@
 
 A node that computes the value of a lowered node takes its name and its layout; every node, forward or backward,
 keeps ``reason``, ``origin``, ``stack_trace`` and ``nn_module_stack`` of the lowered node that it serves, and says in
-``meta["stage"]`` where it runs; ``meta["again"]`` marks a forward value that the backward computes again.
+``meta["stage"]`` where it runs; ``meta["again"]`` marks a forward value that the backward computes again. What the
+backward of a collective makes is the gradient of that collective's operand: it is called ``d_`` and the operand's name,
+its layout is the operand's cotangent, and its reason says so. No name means one value here and another elsewhere.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from partir.collectives import cotangent
+from partir.errors import TypeRuleError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes import aot
-from partir.passes.node_facts import is_getitem, operands, shape_and_dtype
+from partir.passes.name_values import Names, copy_as, short_name
+from partir.passes.node_facts import collective, is_getitem, operands, shape_and_dtype
 from partir.passes.partition import Partition, is_tangent
 from partir.program import Slot
 
@@ -36,9 +41,9 @@ def extract_forward(
         slots: one for each input.
         copies: for each output, whether it must be a copy.
     """
-    writer = _Writer(lowered, "forward")
+    values = _values(parts, lowered, mesh)
+    writer = _Writer(lowered, "forward", mesh, slots, [name for name, _ in values.values()])
     skipped = [node for node, copy in zip(parts.outputs, copies, strict=True) if not copy]
-    names = _value_names(parts, lowered, mesh)
     sources = iter(zip(lowered.graph.find_nodes(op="placeholder"), slots, strict=True))
     for node in parts.forward:
         if node in skipped:
@@ -47,7 +52,7 @@ def extract_forward(
             source, slot = next(sources)
             writer.placeholder(node, source.name, {**_kept(source), "slot": slot.name, "layout": slot.layout})
         else:
-            writer.write(node, *names.get(node, (None, None)))
+            writer.write(node, *values[node])
     return writer.finish([*parts.outputs, *parts.saved])
 
 
@@ -56,11 +61,13 @@ def extract_backward(
     joint: GraphModule,
     lowered: GraphModule,
     forward: GraphModule,
+    mesh: Mesh,
     slots: Sequence[Slot],
     tangents: Sequence[str],
 ) -> GraphModule:
     """Return the graph ``(*saved, *tangents) -> gradients``, a gradient named ``d_`` and its input's name."""
-    writer = _Writer(lowered, "backward")
+    values = _values(parts, lowered, mesh)
+    writer = _Writer(lowered, "backward", mesh, slots, [name for name, _ in values.values()])
     sources = cast("tuple[Node, ...]", forward.graph.output_node().args[0])[len(parts.outputs) :]
     for node, source in zip(parts.saved, sources, strict=True):
         kept = {key: source.meta[key] for key in ("layout", "slot", *KEPT) if key in source.meta}
@@ -72,21 +79,25 @@ def extract_backward(
     }
     for node in parts.backward:
         slot = gradient_of.get(node)
-        copy = writer.write(node, f"d_{slot.name}" if slot else None, None)
-        copy.meta["again"] = not aot.is_backward(node)
         if slot is not None:
-            copy.meta.update(gradient=slot.name, layout=slot.layout)
+            writer.write(node, f"d_{slot.name}", slot.layout).meta["gradient"] = slot.name
+        else:
+            writer.write(node, *(values.get(node) or writer.gradient(node)))
     return writer.finish(parts.gradients)
 
 
 class _Writer:
     """Copies nodes of a joint graph into a new graph."""
 
-    def __init__(self, lowered: GraphModule, stage: str) -> None:
+    def __init__(self, lowered: GraphModule, stage: str, mesh: Mesh, slots: Sequence[Slot], reserved: Sequence[str]) -> None:
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
         self._stage = stage
+        self._mesh = mesh
         self._origins = {node.name: node for node in lowered.graph.nodes}
+        self._slots = {node.name: slot.name for node, slot in zip(lowered.graph.find_nodes(op="placeholder"), slots, strict=True)}
+        self._reserved = {*self._origins, *reserved}
+        self._names = Names(self._reserved)
 
     def placeholder(self, node: Node, name: str, meta: dict[str, Any]) -> None:
         """Copy a joint node as a placeholder."""
@@ -94,18 +105,44 @@ class _Writer:
         copy.meta.update(val=node.meta.get("val"), stage=self._stage, **meta)
         self.copies[node] = copy
 
-    def write(self, node: Node, name: str | None, layout: Layout | None) -> Node:
-        """Copy a joint node, with the facts of the lowered node that it serves."""
-        copy = self.graph.node_copy(node, self.copies.__getitem__)
-        if name is not None:
-            copy._rename(_identifier(name))  # pyright: ignore[reportPrivateUsage]
+    def write(self, node: Node, name: str | None, layout: Layout | tuple[Layout, ...] | None) -> Node:
+        """Copy a joint node, with the facts of the lowered node that it serves.
+
+        Args:
+            node: of the joint graph.
+            name: that of the value it holds, as reserved, or ``d_`` and that of the value whose gradient it is.
+            layout: of its value, where it is known.
+        """
+        wanted = _identifier(name) if name else short_name(node)
+        copy = copy_as(self.graph, node, self.copies, wanted if name in self._reserved else self._names.free(wanted))
         source = self._origins.get(aot.origin(node) or "")
         facts = _kept(source) if source is not None else {}
         copy.meta = {"val": node.meta.get("val"), "stage": self._stage, **facts}
+        if self._stage == "backward":
+            copy.meta["again"] = not aot.is_backward(node)
+            if source is not None and self._reverses(node, source):
+                copy.meta["reason"] = f"gradient of {_root_name(source, self._slots)}"
         if layout is not None:
             copy.meta["layout"] = layout
         self.copies[node] = copy
         return copy
+
+    def gradient(self, node: Node) -> tuple[str | None, Layout | tuple[Layout, ...] | None]:
+        """Return name and layout of what the backward of a lowered collective makes, else nothing."""
+        source = self._origins.get(aot.origin(node) or "")
+        if source is None or not self._reverses(node, source):
+            return None, None
+        reads = operands(source)
+        try:
+            layouts = tuple(cotangent(cast(Layout, read.meta["layout"])) for read in reads)
+        except (KeyError, TypeRuleError):
+            return None, None
+        if isinstance(node.meta.get("val"), (list, tuple)):
+            return None, layouts
+        return f"d_{reads[0].name}", layouts[0] if _holds(node, layouts[0], self._mesh) else None
+
+    def _reverses(self, node: Node, source: Node) -> bool:
+        return aot.is_backward(node) and collective(node) is not None and collective(source) is not None
 
     def finish(self, results: Sequence[Node | None]) -> GraphModule:
         """Return the graph's module with these results."""
@@ -114,26 +151,49 @@ class _Writer:
         return GraphModule(torch.nn.Module(), self.graph)
 
 
-def _value_names(parts: Partition, lowered: GraphModule, mesh: Mesh) -> dict[Node, tuple[str | None, Layout]]:
-    """Return the lowered name and layout of the forward nodes that hold a lowered node's value."""
-    last: dict[str, Node] = {}
-    names: dict[Node, tuple[str | None, Layout]] = {}
+def _root_name(node: Node, slots: Mapping[str, str]) -> str:
+    """Return the value or parameter that a chain of collectives brings to its reader."""
+    while (collective(node) is not None or is_getitem(node)) and operands(node):
+        reads = operands(node)
+        if len(reads) > 1:
+            return ", ".join(_root_name(read, slots) for read in reads)
+        node = reads[0]
+    inside = f" in {node.meta['origin']}" if node.meta.get("reason") == "recipe" else ""
+    return slots.get(node.name, node.name) + inside
+
+
+def _values(parts: Partition, lowered: GraphModule, mesh: Mesh) -> dict[Node, tuple[str, Layout | None]]:
+    """Return name and layout of every node of the forward, made again or not: those of the lowered node whose value it holds."""
     origins = {node.name: node for node in lowered.graph.nodes}
-    for node in parts.forward:
+    once = frozenset(parts.forward)
+    forward = [*parts.forward, *(node for node in parts.backward if not aot.is_backward(node) and node not in once)]
+    known = _lowered_values(forward, origins, mesh)
+    names = Names(origins)
+    return {
+        node: known[node] if node in known else (names.free(short_name(node)), None)
+        for node in forward
+        if node.op == "call_function"
+    }
+
+
+def _lowered_values(nodes: Sequence[Node], origins: Mapping[str, Node], mesh: Mesh) -> dict[Node, tuple[str, Layout | None]]:
+    """Return lowered name and layout of the nodes that hold a lowered node's value: the last of its origin that has its shape."""
+    items = {(operands(node)[0].name, node.args[1]): node.name for node in origins.values() if is_getitem(node)}
+    last: dict[str, tuple[Node, Layout]] = {}
+    for node in nodes:
         source = origins.get(aot.origin(node) or "")
         if source is None or node.op != "call_function":
             continue
         layouts = cast("Layout | tuple[Layout, ...] | None", source.meta.get("layout"))
         if isinstance(layouts, Layout):
             if _holds(node, layouts, mesh):
-                last[source.name] = node
+                last[source.name] = (node, layouts)
         elif layouts is not None and is_getitem(node):
             index = cast(int, node.args[1])
-            if index < len(layouts) and _holds(node, layouts[index], mesh):
-                names[node] = (None, layouts[index])
-    for name, node in last.items():
-        names[node] = (name, cast(Layout, origins[name].meta["layout"]))
-    return names
+            name = items.get((source.name, index))
+            if name is not None and _holds(node, layouts[index], mesh):
+                last[name] = (node, layouts[index])
+    return {node: (name, layout) for name, (node, layout) in last.items()}
 
 
 def _holds(node: Node, layout: Layout, mesh: Mesh) -> bool:

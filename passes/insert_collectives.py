@@ -13,14 +13,13 @@ Ensures: every node's ``meta["layout"]`` is what it holds, operands are read in 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.errors import source_line
 from partir.graph import is_getitem, layouts_of, operands, outputs_of
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
@@ -73,8 +72,8 @@ class _Inserter:
         wanted: tuple[Layout, ...] = node.meta["operands"]
         reads = iter(
             [
-                self.bring(self.rest[o], layout, node, f"operand {i}")
-                for i, (o, layout) in enumerate(zip(operands(node), wanted))
+                self.bring(self.rest[o], layout, node, "operand")
+                for o, layout in zip(operands(node), wanted)
             ]
         )
         args, kwargs = _replace_operands(node, reads)
@@ -97,21 +96,28 @@ class _Inserter:
             self.results[(node, index)] = self.bring(item, layouts_of(node)[index], node, "result")
 
     def bring(self, value: Node, layout: Layout, reader: Node, role: str) -> Node:
-        """Return ``value`` in ``layout``, through the cheapest chain of collectives."""
+        """Return ``value`` in ``layout``, through the cheapest chain of collectives.
+
+        Args:
+            value: of the new graph.
+            layout: wanted.
+            reader: the annotated node for which it is done.
+            role: what the value is to it: "operand", "result", or "output" of the program.
+        """
         layout = layout.strip(self.mesh)
+        source = value.meta["origin"]
         held = cast(Layout, value.meta["layout"])
         if held.grad and not layout.grad:
             layout = replace(layout, grad=True)
         for step in relayout(held, layout, self.mesh).steps:
             target = getattr(torch.ops.partir, step.op).default
             new = self.graph.call_function(target, (value,), dict(step.kwargs))
-            reason = f"{role} of {reader.name}, {source_line(reader.meta)}" if reader.op != "output" else role
             new.meta = {
                 **_trace_of(reader),
                 "val": value.meta["val"],
                 "layout": step.result,
                 "origin": reader.name,
-                "reason": reason,
+                "reason": f"{source} for {reader.name}" if role == "operand" else f"{role} of {reader.name}",
             }
             value = new
         return value
@@ -138,7 +144,7 @@ def _as_tuple(layout: Any) -> tuple[Layout, ...]:
     return (layout,) if isinstance(layout, Layout) else tuple(layout)
 
 
-def _replace_operands(node: Node, reads: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def _replace_operands(node: Node, reads: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put each read, in schema order, where its operand stood."""
     positions: dict[Node, list[Node]] = {}
     for operand, read in zip(operands(node), reads):

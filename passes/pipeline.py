@@ -1,7 +1,7 @@
 """The order of the passes: from a module and example inputs to a program.
 
     trace -> decompose_ops -> factorise_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
-    -> bucket_vectors -> differentiate
+    -> bucket_vectors -> name_values -> differentiate
 
 Only this file knows the order. Each pass gets a copy of the graph; what it returns is verified, timed and, at the named
 stages, printed.
@@ -32,6 +32,7 @@ from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.insert_collectives import insert_collectives
 from partir.passes.localize_shapes import is_drawn_by_index, localize_shapes
 from partir.passes.match_pins import match_pins
+from partir.passes.name_values import name_values
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
 from partir.program import Program, Slot
@@ -114,7 +115,8 @@ def compile_program(
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh), "lowered")
-    lowered = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
+    graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh))
+    lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
     inputs = _input_slots(lowered, slots, training)
     outputs = _output_slots(lowered, annotated, traced, training)
