@@ -29,7 +29,7 @@ from partir.graph import is_call, is_getitem, layouts_of, operands, results_of
 from partir.law import is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.passes.place_parameters import parameter_layout, product_error
+from partir.passes.place_parameters import check_vectors, parameter_layout, product_error
 from partir.relayout import relayout
 from partir.rules.placement import Placement
 
@@ -78,7 +78,9 @@ def annotate_layouts(
 
     Raises:
         LayoutError: axes do not divide a size of a product.
+        MeshError: diagonal vectors on a mesh whose y and z differ.
     """
+    check_vectors(vectors, mesh, placement)
     annotator = _Annotator(mesh, placement, given, vectors)
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
@@ -147,13 +149,17 @@ class _Annotator:
         if wanted is None:
             wanted = Layout.whole(results_of(node)[0], node.meta["grad"])
         if node.op == "placeholder":
-            node.meta["layout"] = parameter_layout(node, wanted, self.mesh, self.placement, self.vectors)
+            node.meta["layout"] = self._at_rest(node, wanted)
             return
         if is_getitem(node):
             self._decide_result(cast(Node, node.args[0]), cast(int, node.args[1]), wanted)
             node.meta["layout"] = layouts_of(cast(Node, node.args[0]))[cast(int, node.args[1])]
             return
         self._decide_result(node, 0, wanted)
+
+    def _at_rest(self, node: Node, wanted: Layout) -> Layout:
+        name = self.given.parameters.get(node.name, node.name)
+        return parameter_layout(name, wanted, node.meta["grad"], self.mesh, self.placement, self.vectors)
 
     def _decide_result(self, node: Node, index: int, wanted: Layout) -> None:
         if node.meta["layout"] is not None:
@@ -232,7 +238,7 @@ class _Annotator:
         if present is None:
             if operand.op != "placeholder":
                 return 0.0
-            present = parameter_layout(operand, wanted, self.mesh, self.placement, self.vectors)
+            present = self._at_rest(operand, wanted)
         return relayout(present, wanted, self.mesh).bytes
 
     def _rest(self, call: Call, state: str | None, assignment: Assignment, computed: Layout, index: int) -> Layout:

@@ -98,6 +98,9 @@ def _trace_once(
     def joint(primals: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         outputs = flat(*primals)
         candidates = [output for output, keep in zip(outputs, wanted, strict=True) if keep]
+        for output, value in zip(candidates, values):
+            if output.shape != value.shape:
+                raise VerifyError(f"an output has local shape {list(output.shape)}, its layout says {list(value.shape)}.")
         takes[:] = [output.requires_grad for output in candidates]
         needed = [output for output, take in zip(candidates, takes) if take]
         given = [tangent for tangent, take in zip(tangents, takes) if take]

@@ -8,13 +8,14 @@ that order is left out, and the parameter is whole along it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from torch.fx import Node
 
 from partir.assignment import Call
-from partir.errors import LayoutError, source_line
+from partir.errors import LayoutError, MeshError, source_line
 from partir.layout import Dim, Layout, Part, legal_extents
 from partir.mesh import Mesh
 from partir.rules.placement import Placement
@@ -22,16 +23,23 @@ from partir.rules.placement import Placement
 PLAIN_ORDER = ("data", "y", "z", "x")
 
 
-def parameter_layout(node: Node, wanted: Layout, mesh: Mesh, placement: Placement, vectors: str) -> Layout:
-    """Return the layout at rest of a parameter whose first use wants ``wanted``."""
-    if vectors == "diagonal" and len(wanted.dims) == 1:
-        diagonal = _diagonal(wanted, mesh)
-        if diagonal is not None:
-            return diagonal
-    layout = replace(wanted, pending=(), varied=(), grad=node.meta["grad"])
+def parameter_layout(
+    name: str, wanted: Layout, grad: bool, mesh: Mesh, placement: Placement, vectors: str
+) -> Layout:
+    """Return the layout at rest of a parameter whose first use wants ``wanted``.
+
+    Raises:
+        LayoutError: the weight of a product has no dim that its direction divides.
+    """
+    layout = replace(wanted, pending=(), varied=(), grad=grad)
+    if len(wanted.dims) == 1:
+        vector = _vector(layout, mesh, placement, vectors)
+        if vector is not None:
+            return vector
     for axis in PLAIN_ORDER[1:]:
         if axis in mesh.names and axis not in layout.split_axes:
             layout = _append(layout, axis, mesh)
+    _check_direction(name, wanted, layout, mesh)
     return layout
 
 
@@ -48,15 +56,53 @@ def _append(layout: Layout, axis: str, mesh: Mesh) -> Layout:
     return layout
 
 
-def _diagonal(wanted: Layout, mesh: Mesh) -> Layout | None:
-    """The paper's Algorithms 7-8: b_ji on rank (i, j, j), split over y then x."""
-    used = wanted.split_axes
-    if len({"y", "z"}.intersection(used)) != 1 or {"x", "data"}.intersection(used):
+def _check_direction(name: str, wanted: Layout, layout: Layout, mesh: Mesh) -> None:
+    """A matrix of a product that stayed whole along its direction would be held more than once."""
+    used = {axis for axis in wanted.split_axes if mesh[axis] > 1}
+    whole = [axis for axis in PLAIN_ORDER[1:] if mesh[axis] > 1 and axis not in layout.split_axes]
+    if len(layout.dims) < 2 or len(whole) != 1 or len(used) < len([a for a in PLAIN_ORDER[1:] if mesh[a] > 1]) - 1 or not used:
+        return
+    axis = whole[0]
+    local = [dim.local_size(mesh) for dim in layout.dims]
+    raise LayoutError(
+        f"{name}: no dim of {wanted} can be split further over {axis}={mesh[axis]}: a rank's block is {local}. "
+        f"Legal sizes of {axis}: {legal_extents(math.gcd(*local) if len(set(local)) == 1 else local[0])}."
+    )
+
+
+def _vector(layout: Layout, mesh: Mesh, placement: Placement, vectors: str) -> Layout | None:
+    """Return a vector's rest as the placement file says, by the axis that splits the hidden dim; None where it does not say.
+
+    A fused vector keeps the first axis on its sub-dims: ``(3*768@y)`` rests ``(3*768@y)@z.x``.
+    """
+    rests, hidden = placement.vectors[vectors], layout.split_axes
+    if len(hidden) != 1 or hidden[0] not in rests:
         return None
-    parts = tuple(Part(part.size, tuple("y" for _ in part.axes)) for part in wanted.dims[0].parts)
-    if Dim(parts).local_size(mesh) % mesh["x"]:
+    rest = rests[hidden[0]]
+    if not all(mesh[axis] == 1 or axis in mesh.names for axis in rest.axes):
         return None
-    return Layout(wanted.dtype, (Dim(parts, ("x",)),), grad=wanted.grad, owner=("y", "z"))
+    dim = layout.dims[0]
+    parts = tuple(Part(part.size, rest.axes[:1] if part.axes else ()) for part in dim.parts)
+    split = Dim(parts, tuple(axis for axis in rest.axes[1:] if axis in mesh.names))
+    size = math.prod(part.size // mesh.extent(part.axes) for part in parts)
+    if size % mesh.extent(rest.axes[1:]):
+        return None
+    return replace(layout, dims=(split,), owner=rest.owner if rest.owner and mesh[rest.owner[0]] > 1 else None)
+
+
+def check_vectors(vectors: str, mesh: Mesh, placement: Placement) -> None:
+    """Refuse a mesh on which vectors cannot live where the placement puts them.
+
+    Raises:
+        MeshError: the diagonal of two axes of different size.
+    """
+    for rest in placement.vectors[vectors].values():
+        if rest.owner and mesh[rest.owner[0]] != mesh[rest.owner[1]]:
+            a, b = rest.owner
+            raise MeshError(
+                f'vectors="{vectors}" keeps vectors on the diagonal {a}={b}, so these axes need one size; '
+                f'the mesh is {mesh}. Use vectors="balanced", or a mesh with {a} == {b}.'
+            )
 
 
 def product_error(
@@ -67,9 +113,8 @@ def product_error(
     sizes = [call.subdim(pair).size for pair in call.subfactors(names)]
     shown = "*".join(str(size) for size in sizes) or "1"
     axis = ".".join(axes)
-    needed = " or ".join(f"{axis}={mesh.extent(axes)}" for _ in [0])
-    legal = "; ".join(f"{size}: {legal_extents(size)}" for size in sizes) or "1"
+    legal = legal_extents(math.lcm(*sizes) if len(sizes) == 1 else max(sizes, default=1))
     return LayoutError(
-        f"{source_line(node.meta)}: {words[letter]} of {node.target}, size {shown}, are not divisible by {needed}. "
-        f"Legal sizes of {axis} for {legal}."
+        f"{source_line(node.meta)}: {words[letter]} {shown} of {node.target} are not divisible by {axis}={mesh.extent(axes)}. "
+        f"Legal {axis} for this model: {legal}."
     )
