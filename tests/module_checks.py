@@ -26,7 +26,7 @@ from partir.runtime.parameters import (
 from tests.distributed_checks import everyone_has, relative
 from tests.gpt_on_tokens import make_gpt, tokens
 
-STEPS = 3
+STEPS = 2
 
 
 class TwoLinears(nn.Module):
@@ -184,7 +184,7 @@ def check_diagonal_vectors_and_dropout(rank: int) -> None:
     model = Dropped().double()
     whole = copy.deepcopy(model)
     parallelize(model, (2, 2, 2), vectors="diagonal", outputs="whole")
-    x = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     for call in range(2):

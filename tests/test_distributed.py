@@ -12,9 +12,12 @@ MODULES = {"tests.distributed_checks": distributed_checks, "tests.module_checks"
 CHECKS = [(module, name) for module, found in MODULES.items() for name in vars(found) if name.startswith("check_")]
 
 
+pytestmark = pytest.mark.timeout(600)
+
+
 @pytest.fixture(scope="module")
 def world() -> list[RankReport]:
-    return run_world(8, CHECKS, timeout=280)
+    return run_world(8, CHECKS, timeout=540)
 
 
 @pytest.mark.parametrize(("module", "name"), CHECKS)
