@@ -82,7 +82,7 @@ class LockstepGraph:
         for step in self._steps:
             try:
                 registers[step.register] = step.run([cast(Column, registers[read]) for read in step.reads])
-            except PartirError:
+            except (PartirError, IndexError):  # an id beyond the vocabulary is the same error as on one device
                 raise
             except Exception as error:
                 raise PartirError(
