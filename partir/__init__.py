@@ -9,6 +9,20 @@ from partir.errors import PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.rules import rule
+from partir.runtime.parameters import full_gradient, full_tensor, load_optimizer_state_dict, optimizer_state_dict
 from partir.runtime.record import record_communication
 
-__all__ = ["Layout", "Mesh", "PartirError", "full_state_dict", "parallelize", "record_communication", "rule", "verify"]
+__all__ = [
+    "Layout",
+    "Mesh",
+    "PartirError",
+    "full_gradient",
+    "full_state_dict",
+    "full_tensor",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
+    "parallelize",
+    "record_communication",
+    "rule",
+    "verify",
+]

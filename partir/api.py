@@ -51,7 +51,7 @@ def parallelize(
             and gradients are recorded.
         check_inputs: compare the inputs' contents between ranks at the "first" call of a signature, "always" or "never".
         pin: layouts by name pattern, `{"blocks.*.fc1.weight": "f[out@y.x, in@z]"}`.
-        rng: "exact" draws the same random numbers on every mesh, "fast" uses each rank's generator.
+        rng: "exact", the only one so far: the same random numbers on every mesh.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
 
     Raises:

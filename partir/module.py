@@ -45,7 +45,7 @@ class Options:
             "vectors": ("balanced", "diagonal"),
             "outputs": ("auto", "whole", "sharded"),
             "check_inputs": ("first", "always", "never"),
-            "rng": ("exact", "fast"),
+            "rng": ("exact",),
         }
         for name, values in legal.items():
             if getattr(self, name) not in values:
