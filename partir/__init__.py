@@ -9,6 +9,7 @@ from partir.errors import PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.rules import rule
+from partir.rules.check import check_rules
 from partir.runtime.parameters import full_gradient, full_tensor, load_optimizer_state_dict, optimizer_state_dict
 from partir.runtime.record import record_communication
 
@@ -16,6 +17,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "PartirError",
+    "check_rules",
     "full_gradient",
     "full_state_dict",
     "full_tensor",
