@@ -257,7 +257,7 @@ def _gathers(
     if part is None:
         return
     for to_dim, to_part in _entries(without, goal, axis):
-        if to_dim == dim or _local(without, to_dim, to_part, sizes, mesh) % n:
+        if to_dim == dim or to_part is None or _local(without, to_dim, to_part, sizes, mesh) % n:
             continue
         both = {"axis": axis, "src": dim, "dst": to_dim, **_blocks("src_blocks", state, dim, part, sizes, mesh)}
         both |= _blocks("dst_blocks", without, to_dim, to_part, sizes, mesh)
@@ -291,13 +291,18 @@ def _begins(axes: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
     return wanted[: len(axes)] == axes
 
 
-def _entries(state: _State, goal: _State, axis: str) -> Iterator[tuple[int, int]]:
-    """Yield the sub-dims where ``axis`` is the next axis of the goal."""
+def _entries(state: _State, goal: _State, axis: str) -> Iterator[tuple[int, int | None]]:
+    """Yield the sub-dims where ``axis`` is the next axis of the goal; None for the whole local dim, once its sub-dims are the goal's."""
     for dim, parts in enumerate(state.dims):
         for part, axes in enumerate(parts):
-            wanted = goal.dims[dim][part]
-            if _begins(axes, wanted) and len(wanted) > len(axes) and wanted[len(axes)] == axis and not state.flat[dim]:
+            if _is_next(axis, axes, goal.dims[dim][part]) and not state.flat[dim]:
                 yield dim, part
+        if parts == goal.dims[dim] and _is_next(axis, state.flat[dim], goal.flat[dim]):
+            yield dim, None
+
+
+def _is_next(axis: str, axes: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+    return _begins(axes, wanted) and len(wanted) > len(axes) and wanted[len(axes)] == axis
 
 
 def _blocks(
@@ -308,7 +313,10 @@ def _blocks(
     return {} if before == 1 else {name: before}
 
 
-def _local(state: _State, dim: int, part: int, sizes: tuple[tuple[int, ...], ...], mesh: Mesh) -> int:
+def _local(state: _State, dim: int, part: int | None, sizes: tuple[tuple[int, ...], ...], mesh: Mesh) -> int:
+    if part is None:
+        whole = math.prod(_local(state, dim, p, sizes, mesh) for p in range(len(sizes[dim])))
+        return whole // mesh.extent(state.flat[dim])
     return sizes[dim][part] // mesh.extent(state.dims[dim][part])
 
 
@@ -323,7 +331,9 @@ def _remove(state: _State, dim: int, part: int | None) -> _State:
     return _edit(state, dim, part, state.dims[dim][part][:-1])
 
 
-def _insert(state: _State, dim: int, part: int, axis: str) -> _State:
+def _insert(state: _State, dim: int, part: int | None, axis: str) -> _State:
+    if part is None:
+        return replace(state, flat=tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(state.flat)))
     return _edit(state, dim, part, (*state.dims[dim][part], axis))
 
 
