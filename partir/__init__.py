@@ -8,6 +8,7 @@ from partir.equivalence import verify
 from partir.errors import PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.plans import Plan, plan
 from partir.rules import rule
 from partir.rules.check import check_rules
 from partir.runtime.parameters import full_gradient, full_tensor, load_optimizer_state_dict, optimizer_state_dict
@@ -23,7 +24,7 @@ __all__ = [
     "full_tensor",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
-    "parallelize",
+    "parallelize", "plan",
     "record_communication",
     "rule",
     "verify",

@@ -38,6 +38,13 @@ class VerifyError(PartirError):
     """A graph or a result that fails its check."""
 
 
+class UnknownNameError(PartirError, KeyError):
+    """A name that nothing has; the message has the closest names."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
 def source_line(meta: Mapping[str, Any]) -> str:
     """Return ``file:line (module path)`` of the user's code that made a graph node.
 

@@ -26,6 +26,7 @@ from partir.passes.node_facts import collective, is_getitem, operands, shape_and
 from partir.passes.partition import Partition, is_tangent
 from partir.program import Slot
 
+Layouts = Layout | tuple[Layout, ...] | None
 KEPT = ("reason", "origin", "stack_trace", "nn_module_stack")
 
 
@@ -105,7 +106,7 @@ class _Writer:
         copy.meta.update(val=node.meta.get("val"), stage=self._stage, **meta)
         self.copies[node] = copy
 
-    def write(self, node: Node, name: str | None, layout: Layout | tuple[Layout, ...] | None) -> Node:
+    def write(self, node: Node, name: str | None, layout: Layouts) -> Node:
         """Copy a joint node, with the facts of the lowered node that it serves.
 
         Args:
@@ -127,7 +128,7 @@ class _Writer:
         self.copies[node] = copy
         return copy
 
-    def gradient(self, node: Node) -> tuple[str | None, Layout | tuple[Layout, ...] | None]:
+    def gradient(self, node: Node) -> tuple[str | None, Layouts]:
         """Return name and layout of what the backward of a lowered collective makes, else nothing."""
         source = self._origins.get(aot.origin(node) or "")
         if source is None or not self._reverses(node, source):
@@ -152,17 +153,17 @@ class _Writer:
 
 
 def _root_name(node: Node, slots: Mapping[str, str]) -> str:
-    """Return the value or parameter that a chain of collectives brings to its reader."""
+    """Return the value, parameter or bucket of them that a chain of collectives brings to its reader."""
     while (collective(node) is not None or is_getitem(node)) and operands(node):
         reads = operands(node)
         if len(reads) > 1:
-            return ", ".join(_root_name(read, slots) for read in reads)
+            return str(node.meta.get("reason"))
         node = reads[0]
-    inside = f" in {node.meta['origin']}" if node.meta.get("reason") == "recipe" else ""
-    return slots.get(node.name, node.name) + inside
+    inside = node.meta.get("reason") == "recipe" and node.name != node.meta["origin"]
+    return slots.get(node.name, node.name) + (f" in {node.meta['origin']}" if inside else "")
 
 
-def _values(parts: Partition, lowered: GraphModule, mesh: Mesh) -> dict[Node, tuple[str, Layout | None]]:
+def _values(parts: Partition, lowered: GraphModule, mesh: Mesh) -> dict[Node, tuple[str, Layouts]]:
     """Return name and layout of every node of the forward, made again or not: those of the lowered node whose value it holds."""
     origins = {node.name: node for node in lowered.graph.nodes}
     once = frozenset(parts.forward)
@@ -176,15 +177,15 @@ def _values(parts: Partition, lowered: GraphModule, mesh: Mesh) -> dict[Node, tu
     }
 
 
-def _lowered_values(nodes: Sequence[Node], origins: Mapping[str, Node], mesh: Mesh) -> dict[Node, tuple[str, Layout | None]]:
+def _lowered_values(nodes: Sequence[Node], origins: Mapping[str, Node], mesh: Mesh) -> dict[Node, tuple[str, Layouts]]:
     """Return lowered name and layout of the nodes that hold a lowered node's value: the last of its origin that has its shape."""
     items = {(operands(node)[0].name, node.args[1]): node.name for node in origins.values() if is_getitem(node)}
-    last: dict[str, tuple[Node, Layout]] = {}
+    last: dict[str, tuple[Node, Layouts]] = {}
     for node in nodes:
         source = origins.get(aot.origin(node) or "")
         if source is None or node.op != "call_function":
             continue
-        layouts = cast("Layout | tuple[Layout, ...] | None", source.meta.get("layout"))
+        layouts = cast(Layouts, source.meta.get("layout"))
         if isinstance(layouts, Layout):
             if _holds(node, layouts, mesh):
                 last[source.name] = (node, layouts)
@@ -193,6 +194,8 @@ def _lowered_values(nodes: Sequence[Node], origins: Mapping[str, Node], mesh: Me
             name = items.get((source.name, index))
             if name is not None and _holds(node, layouts[index], mesh):
                 last[name] = (node, layouts[index])
+        elif layouts is not None and len(cast("Sequence[Any]", node.meta["val"])) == len(layouts):
+            last[source.name] = (node, layouts)
     return {node: (name, layout) for name, (node, layout) in last.items()}
 
 

@@ -115,7 +115,7 @@ def compile_program(
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh), "lowered")
-    graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh))
+    graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
     inputs = _input_slots(lowered, slots, training)

@@ -148,7 +148,7 @@ def _argument_name(argument: str, parameters: list[inspect.Parameter]) -> str:
 
 
 def _refuse_autocast(leaves: list[torch.Tensor]) -> None:
-    for kind in sorted({leaf.device.type for leaf in leaves} | {"cpu", "cuda"}):
+    for kind in sorted(({leaf.device.type for leaf in leaves} | {"cpu", "cuda"}) - {"meta"}):
         if torch.is_autocast_enabled(kind):
             raise TraceError(f"autocast is on for {kind}: it is not supported. Convert the model: model.to(torch.bfloat16).")
 

@@ -1,0 +1,201 @@
+"""Plan a model on a mesh: what every tensor's layout is, and what moves, without a process group and without weights.
+
+plan = partir.plan(model, mesh=(4, 4, 4), example_inputs=ids)
+print(plan)                                # parameters, values, collectives, totals
+plan.bytes(stage="forward", axis="z")      # bytes that one rank receives
+plan.layouts["blocks.0.mlp.fc1.weight"]    # Layout.parse("f32[3072@y.x, 768@z]")
+print(plan.text("lowered"))                # one rank's graph with its collectives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from partir.errors import PartirError, UnknownNameError, module_path
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.module import Options, ParallelModule, original_class
+from partir.passes import pipeline
+from partir.program import Program
+from partir.records import Collective, collectives_of
+from partir.report import report
+
+if TYPE_CHECKING:
+    from graphviz import Digraph  # pyright: ignore[reportMissingTypeStubs]
+
+STAGES = ("traced", "annotated", "lowered", "forward", "backward")
+
+
+def plan(
+    model: nn.Module,
+    mesh: Any,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str = "low",
+    vectors: str = "balanced",
+    outputs: str = "auto",
+    pin: Mapping[str, str] | None = None,
+) -> Plan:
+    """Compile a model for a mesh and return what every rank would hold and receive. Nothing runs.
+
+    The model may be on the meta device, and is not changed. Its present training and grad mode is the one planned.
+
+    Args:
+        model: any module.
+        mesh: as for `parallelize`; no process needs to exist.
+        example_inputs: a tensor or a tuple of arguments; only shapes, dtypes and Python values matter.
+        example_kwargs: keyword arguments of the example.
+        memory, vectors, outputs, pin: as for `parallelize`.
+
+    Raises:
+        PartirError: anything that compiling finds: an op without a rule, sizes that axes do not divide, a pin that
+            matches nothing or is no layout of what it matches.
+
+    >>> linear = plan(nn.Linear(16, 32, device="meta"), (2, 2, 2), torch.empty(8, 16, device="meta"))
+    >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
+    f32[32@y.x, 16@z] 288
+    """
+    options = Options(memory, vectors, outputs, pin=dict(pin or {}))
+    chosen = pipeline.Options(cast(Any, memory), cast(Any, vectors), cast(Any, outputs), options.pin)
+    with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
+        compiled = pipeline.compile_program(model, _arguments(example_inputs), dict(example_kwargs or {}), Mesh.parse(mesh), chosen)
+        return Plan(type(model).__name__, options, compiled, _aliases(model))
+
+
+def _arguments(example_inputs: Any) -> tuple[Any, ...]:
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(cast("tuple[Any, ...]", example_inputs))
+    return () if example_inputs is None else (example_inputs,)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter by its other names: ``head.weight`` -> ``token_embedding.weight``."""
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: known for name, known in names if name != known}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a model becomes on a mesh. `print` it.
+
+    Args:
+        model: name of the model's class.
+        options: what was asked for.
+        compiled: the compiler's result.
+        aliases: further names of tied parameters.
+    """
+
+    model: str
+    options: Options
+    compiled: pipeline.Compiled
+    aliases: Mapping[str, str]
+
+    @property
+    def program(self) -> Program:
+        """One rank's program."""
+        return self.compiled.program
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return self.program.mesh
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds of each pass, in the order in which they ran."""
+        return self.compiled.timings
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """A record for each collective that moves data, in the order in which they run."""
+        return collectives_of(self.program)
+
+    def bytes(self, stage: str | None = None, axis: str | None = None, op: str | None = None) -> int:
+        """Return the bytes that one rank receives in one step, in all collectives that match."""
+        wanted = [(name, value) for name, value in (("stage", stage), ("axis", axis), ("op", op)) if value is not None]
+        return sum(c.bytes for c in self.collectives if all(getattr(c, name) == value for name, value in wanted))
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """The layout at rest of each parameter, input and value, by name."""
+        return Layouts(self._known_layouts())
+
+    def _known_layouts(self) -> dict[str, Layout]:
+        nodes = [n for n in self.compiled.annotated.graph.nodes if isinstance(n.meta.get("layout"), Layout)]
+        values = {n.name: cast(Layout, n.meta["layout"]) for n in nodes if n.op == "call_function"}
+        paths: dict[str, list[Layout]] = {}
+        for node in nodes:
+            if node.op == "call_function":
+                paths.setdefault(module_path(node.meta), []).append(node.meta["layout"])
+        modules = {path: found[0] for path, found in paths.items() if path and len(found) == 1}
+        slots = {slot.name: slot.layout for slot in self.program.inputs}
+        tied = {name: slots[first] for name, first in self.aliases.items() if first in slots}
+        return {**modules, **values, **tied, **slots}
+
+    def pinned(self, name: str) -> str | None:
+        """Return the pattern of the pin that fixes the layout of ``name``, None where the compiler chose."""
+        return next((pattern for pattern in reversed(list(self.options.pin)) if fnmatchcase(name, pattern)), None)
+
+    def text(self, stage: str) -> str:
+        """Return the graph after a stage as text, one line a node.
+
+        Args:
+            stage: "traced" (global, no layouts), "annotated" (layouts chosen), "lowered" (one rank's, with collectives), "forward",
+                "backward" (derived).
+
+        Raises:
+            PartirError: another stage.
+        """
+        if stage not in STAGES:
+            raise PartirError(f"plan.text({stage!r}): there is no such stage; choose from {', '.join(map(repr, STAGES))}.")
+        return self.program.texts[stage] or f"# no {stage}: nothing has a gradient\n"
+
+    def report(self, fold: bool = True) -> str:
+        """Return what `print` shows.
+
+        Args:
+            fold: say "as blocks.0" of a repeated layer whose rows differ in nothing but numbers of names.
+        """
+        return report(self, fold)
+
+    def dot(self) -> Digraph:
+        """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it."""
+        from partir.draw import draw
+
+        return draw(self)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.model} on {self.mesh}: {len(self.collectives)} collectives, {self.bytes():,} bytes a rank>"
+
+
+class Layouts(Mapping[str, Layout]):
+    """Layouts by name: dotted for parameters and modules of one value, as in `plan.text("annotated")` for the rest."""
+
+    def __init__(self, known: Mapping[str, Layout]) -> None:
+        self._known = dict(known)
+
+    def __getitem__(self, name: str) -> Layout:
+        if name not in self._known:
+            close = difflib.get_close_matches(name, self._known, n=3, cutoff=0.4)
+            hint = f" Closest: {', '.join(close)}." if close else ""
+            raise UnknownNameError(f"no parameter, input or value is called {name!r}.{hint}")
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -1,0 +1,98 @@
+"""What the collectives of a program move, read from its graphs: one record for each collective that has something to move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch.fx import GraphModule, Node
+
+from partir.collectives import received_bytes, split_axes
+from partir.errors import source_line
+from partir.graph import collective_name, is_collective, operands, tensor_of
+from partir.mesh import Mesh
+from partir.program import Program
+
+Stage = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program, as one rank sees it.
+
+    Args:
+        op: the collective, ``all_gather``.
+        axis: the mesh axes of its group, ``"y"`` or ``"z.x"``.
+        bytes: bytes that one rank receives; for ``broadcast`` and ``reduce_to``, the rank that receives most.
+        stage: ``"forward"`` or ``"backward"``.
+        reason: what it is for, ``blocks.0.mlp.fc1.weight for linear_2`` or ``gradient of layer_norm``.
+        source: the user's line that it serves, ``gpt.py:71 (blocks.0.mlp)``.
+        node: its name in the graph of its stage.
+        again: the backward repeats what the forward has moved, because only shards were kept.
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    stage: Stage
+    reason: str
+    source: str
+    node: str
+    again: bool = False
+
+    @property
+    def layer(self) -> str:
+        """The list item that it serves, ``blocks.0``, or ``""``."""
+        return layer_of(self.source.rpartition("(")[2].rstrip(")") if self.source.endswith(")") else "")
+
+
+def layer_of(path: str) -> str:
+    """Return the part of a dotted path up to its first number.
+
+    >>> layer_of("blocks.0.mlp.fc1"), layer_of("norm")
+    ('blocks.0', '')
+    """
+    found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", path)
+    return found[0] if found else ""
+
+
+def collectives_of(program: Program) -> tuple[Collective, ...]:
+    """Return the collectives of a program that move data, in the order in which they run."""
+    names = {node.name: str(node.meta["slot"]) for node in program.forward.graph.find_nodes(op="placeholder")}
+    records = list(_records(program.forward, program.mesh, "forward", names))
+    if program.backward is not None:
+        records += _records(program.backward, program.mesh, "backward", names)
+    return tuple(records)
+
+
+def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping[str, str]) -> Iterator[Collective]:
+    for node in graph_module.graph.nodes:
+        if not is_collective(node):
+            continue
+        arguments = _arguments(node)
+        axis = str(arguments.pop("axis"))
+        num_bytes = _bytes(node, axis, mesh)
+        if not num_bytes:
+            continue
+        again = bool(node.meta.get("again"))
+        reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(node.meta.get("reason", "")))
+        yield Collective(
+            collective_name(node), axis, num_bytes, stage, reason + ", again" * again, source_line(node.meta), node.name, again
+        )
+
+
+def _bytes(node: Node, axis: str, mesh: Mesh) -> int:
+    blocks = [tensor_of(operand) for operand in operands(node)]
+    if not blocks:
+        return 0
+    name = collective_name(node)
+    shapes = [tuple(block.shape) for block in blocks]
+    shape = shapes if name.endswith("_bucket") else shapes[0]
+    return received_bytes(name, shape, blocks[0].dtype, mesh.extent(split_axes(axis)))
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
+    return dict(zip(schema, node.args)) | dict(node.kwargs)
