@@ -27,9 +27,17 @@ from tqdm import tqdm
 import partir
 
 
+def parse_mesh(text: str) -> tuple[int, ...] | str:
+    """Parse `2,2,2`; partir itself says what is wrong with the sizes."""
+    try:
+        return text if text == "auto" else tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 2,2,2") from None
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="2,2,2", help="sizes of x,y,z or of data,x,y,z (default: %(default)s)")
+    parser.add_argument("--mesh", type=parse_mesh, default=(2, 2, 2), help="sizes x,y,z or data,x,y,z, or auto (default: 2,2,2)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=64)
@@ -43,10 +51,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true", help="train the single-device twin beside it")
     parser.add_argument("--out", type=Path, help="folder for plan.txt, graph.dot, graph.svg and loss.png")
     return parser.parse_args()
-
-
-def parse_mesh(text: str) -> tuple[int, ...] | str:
-    return text if text == "auto" else tuple(int(size) for size in text.split(","))
 
 
 def start_distributed() -> torch.device:
@@ -148,7 +152,7 @@ def report(trainees: list[Trainee], seconds: float) -> None:
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
-    mesh = parse_mesh(arguments.mesh)
+    mesh = arguments.mesh
     corpus = read_corpus()
     batches = draw_batches(corpus, arguments.steps, arguments.batch, arguments.seq)
 
@@ -164,13 +168,13 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     twin = copy.deepcopy(model) if arguments.compare and is_first_rank() else None
     if is_first_rank():
         size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{size:,} parameters, {len(corpus):,} bytes of source, mesh {arguments.mesh}, {device}")
+        print(f"{size:,} parameters, {len(corpus):,} bytes of source, mesh {mesh}, {device}")
     if arguments.out is not None and is_first_rank():
         ids = torch.zeros(arguments.batch, arguments.seq, dtype=torch.long, device=device)
         write_plan(partir.plan(model, mesh, (ids,), {"labels": ids.clone()}, memory=arguments.memory), arguments.out)
 
     model = partir.parallelize(model, mesh=mesh, memory=arguments.memory)
-    trainees = [Trainee(f"mesh {arguments.mesh}", model, arguments.lr)]
+    trainees = [Trainee(f"mesh {mesh}", model, arguments.lr)]
     if twin is not None:
         trainees.append(Trainee("one device", twin, arguments.lr))
 

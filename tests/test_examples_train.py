@@ -1,0 +1,38 @@
+"""The training script, as a person runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
+SMALL = "--steps 3 --batch 4 --seq 16 --hidden 32 --layers 1 --heads 4 --dtype float64".split()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def test_trains_beside_its_twin(tmp_path: Path) -> None:
+    done = run("--mesh", "2,2,1", "--compare", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    first, last = (float(loss) for loss in done.stdout.split("mesh (2, 2, 1): loss ")[1].splitlines()[0].split(" -> "))
+    assert last < first
+    assert f"one device: loss {first:.4f} -> {last:.4f}" in done.stdout
+    difference = float(done.stdout.split("largest difference of the two losses in 3 steps: ")[1].splitlines()[0])
+    assert difference < 1e-12
+    assert {"graph.dot", "loss.png", "plan.txt"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [("2,two", "'2,two' is not a list of sizes such as 2,2,2"), ("2,0,2", "0")],
+)
+def test_a_mesh_that_does_not_exist(mesh: str, message: str) -> None:
+    done = run("--mesh", mesh)
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
