@@ -6,7 +6,8 @@ After:   %g: (f32[64@z] ~x; f32[64@z] ~x) = all_gather_bucket([%ln.weight, %ln.b
          %a: f32[64@z] ~x = %g[0]
          %b: f32[64@z] ~x = %g[1]
 
-A layer is a module that is an item of a list (``blocks.3``). The bucket's backward is one reduce_scatter_bucket.
+A layer is a module that is an item of a list (``blocks.3``). The bucket's backward is one reduce_scatter_bucket. What stands between
+a parameter and its gather (a spread) moves up with it.
 
 Requires: localize_shapes.
 Ensures: the same values; fewer messages, the same bytes. Idempotent.
@@ -19,55 +20,56 @@ from collections import defaultdict
 from typing import cast
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from partir.errors import module_path
-from partir.graph import collective_name, is_collective, layout_of
+from partir.graph import collective_name, is_collective, layout_of, tensor_of
 from partir.mesh import Mesh
 
 LARGEST = 1 << 16  # elements of a rank's block; larger gathers are worth a message of their own
+LOCAL = frozenset({"spread", "settle", "once", "slice", "zero_pad"})
 Key = tuple[str, str, torch.dtype, bool, int]
 
 
 def bucket_vectors(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
     """Return the graph with one gather for each layer, axis and dtype in place of many small ones."""
-    graph = graph_module.graph
-    order = {node: place for place, node in enumerate(graph.nodes)}
     groups: dict[Key, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        key = _key(node, mesh)
+    for node in graph_module.graph.nodes:
+        key = _key(node)
         if key is not None:
             groups[key].append(node)
     for gathers in groups.values():
         if len(gathers) > 1:
-            _bucket(graph_module, gathers, order)
-    graph.lint()
+            _bucket(graph_module.graph, gathers)
+    graph_module.graph.lint()
     graph_module.recompile()
     return graph_module
 
 
-def _key(node: Node, mesh: Mesh) -> Key | None:
+def _key(node: Node) -> Key | None:
     """Return what gathers must share to travel together, or None for a gather that travels alone."""
     if not is_collective(node) or collective_name(node) != "all_gather":
         return None
     source = cast(Node, node.args[0])
-    depth = _depth(source)
-    if depth is None or node.kwargs["dim"] != 0 or node.kwargs.get("blocks", 1) != 1:
+    chain = _chain(source)
+    if chain is None or node.kwargs["dim"] != 0 or node.kwargs.get("blocks", 1) != 1:
         return None
-    value = cast(torch.Tensor, source.meta["val"])
+    value = tensor_of(source)
     if value.dim() != 1 or value.numel() > LARGEST:
         return None
-    return layer_of(node), cast(str, node.kwargs["axis"]), value.dtype, layout_of(node).grad, depth
+    moved = sum(collective_name(link) not in LOCAL for link in chain)
+    return layer_of(node), cast(str, node.kwargs["axis"]), value.dtype, layout_of(node).grad, moved
 
 
-def _depth(node: Node) -> int | None:
-    """Return how many collectives stand between a node and the parameter it comes from, or None for a computed value."""
-    depth = 0
+def _chain(node: Node) -> list[Node] | None:
+    """Return the collectives between a parameter and the node that it becomes, in order; None for a computed value."""
+    chain: list[Node] = []
     while node.op != "placeholder":
         if not is_collective(node) or len(node.all_input_nodes) != 1:
             return None
-        node, depth = node.all_input_nodes[0], depth + 1
-    return depth
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return chain[::-1]
 
 
 def layer_of(node: Node) -> str:
@@ -77,25 +79,21 @@ def layer_of(node: Node) -> str:
     return ".".join(parts[: numbered[0] + 1]) if numbered else ""
 
 
-def _bucket(graph_module: GraphModule, gathers: list[Node], order: dict[Node, int]) -> None:
-    graph = graph_module.graph
-    sources = [cast(Node, gather.args[0]) for gather in gathers]
-    last = max(sources, key=lambda source: order.get(source, -1))
-    first = gathers[0]
-    if any(order.get(source, -1) > order[first] for source in sources):
+def _bucket(graph: Graph, gathers: list[Node]) -> None:
+    first, sources = gathers[0], [cast(Node, gather.args[0]) for gather in gathers]
+    chains = [_chain(source) for source in sources]
+    if any(chain is None for chain in chains):
         return
+    for link in (link for chain in chains for link in chain or () if first < link):
+        first.prepend(link)
     with graph.inserting_before(first):
         bucket = graph.call_function(torch.ops.partir.all_gather_bucket.default, (sources, first.kwargs["axis"]))
-        bucket.meta = {key: first.meta[key] for key in ("stack_trace", "nn_module_stack", "origin") if key in first.meta}
-        bucket.meta["reason"] = f"vectors of {layer_of(first) or 'the model'}"
-        bucket.meta["val"] = [gather.meta["val"] for gather in gathers]
-        bucket.meta["layout"] = tuple(layout_of(gather) for gather in gathers)
         items = [graph.call_function(operator.getitem, (bucket, index)) for index in range(len(gathers))]
+    bucket.meta = {key: first.meta[key] for key in ("stack_trace", "nn_module_stack", "origin") if key in first.meta}
+    bucket.meta["reason"] = f"vectors of {layer_of(first) or 'the model'}"
+    bucket.meta["val"] = [tensor_of(gather) for gather in gathers]
+    bucket.meta["layout"] = tuple(layout_of(gather) for gather in gathers)
     for item, gather in zip(items, gathers):
         item.meta = dict(gather.meta)
         gather.replace_all_uses_with(item)
         graph.erase_node(gather)
-    for node in (bucket, *items, last):
-        order.setdefault(node, order[first])
-
-
