@@ -200,15 +200,18 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _no_autograd_functions() -> Generator[None]:
     """Refuse `torch.autograd.Function`, whose backward non-strict export drops without a word."""
 
-    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+    # Not Function itself: `square = Square.apply`, at the top of a file, has taken its method already.
+    base: Any = _SingleLevelFunction
+
+    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__.startswith("GeneratedBackwardFor_"):  # a torch.library op's: one node, differentiated later
+            return super(base, cast(Any, cls)).apply(*args, **kwargs)
         fail(
             f"torch.autograd.Function `{cls.__name__}`: its backward is not part of the graph, "
             "gradients would be silently wrong. Write it as plain torch ops, or as a torch.library custom op with "
             "register_autograd and a rule."
         )
 
-    # Not Function itself: `square = Square.apply`, at the top of a file, has taken its method already.
-    base: Any = _SingleLevelFunction
     base.apply = classmethod(refuse_function)
     try:
         yield
