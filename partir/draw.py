@@ -46,9 +46,10 @@ class Cluster:
 
 @dataclass
 class Drawing:
-    """One stage's part of the graph."""
+    """One stage's part of the graph; `paths`: the module in which each node is drawn."""
 
     stage: str
+    paths: dict[Node, str] = field(default_factory=dict[Node, str])
     root: Cluster = field(default_factory=Cluster)
     edges: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict[tuple[str, str], "dict[str, str]"])
 
@@ -90,6 +91,7 @@ def _draw_stage(stage: str, module: GraphModule, records: Mapping[str, Collectiv
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        drawing.paths[node] = module_path(node.meta)
         if node.name in records:
             shown[node] = node.name
             _draw_collective(drawing, node, records[node.name], shown)
@@ -118,17 +120,26 @@ def _looks_at_one(node: Node) -> bool:
 
 def _draw_source(drawing: Drawing, node: Node, shown: dict[Node, str]) -> str:
     """Draw a placeholder: a parameter, an input or a saved value."""
-    key = user_name(node)
+    name = user_name(node)
     saved = "saved" in node.meta and "slot" not in node.meta
-    path = module_path(node.meta) or _owner(key)
-    drawing.node(key, path, label=key + " (saved)" * saved, shape="plaintext")
+    key = f"saved {name}" if saved else name
+    drawing.node(key, module_path(node.meta) or _owner(name), label=name + " (saved)" * saved, shape="plaintext")
     shown[node] = key
     return key
 
 
 def _draw_op(drawing: Drawing, node: Node, layouts: Mapping[str, Layout]) -> str:
-    """Draw the traced op that a node serves, once for all the nodes of its recipe, decomposition or backward formula."""
-    key = str(node.meta.get("origin", node.name))
+    """Draw the traced op that a node serves, once for all the nodes of its recipe, decomposition or backward formula.
+
+    A node that serves none adds up gradients: drawn once for all that meet in a module, the one whose gradient comes last.
+    """
+    if "origin" not in node.meta:
+        paths = [drawing.paths.get(read, "") for read in reversed(node.all_input_nodes)]
+        drawing.paths[node] = next((path for path in paths if path), "")
+        key = "sum of gradients in " + (".".join(_cluster_path(drawing.paths[node])[-1:]) or "the model")
+        drawing.node(key, drawing.paths[node], label="sum of gradients")
+        return key
+    key = str(node.meta["origin"])
     layout = layouts.get(key)
     label = key + (LINE + str(layout) if layout is not None and drawing.stage == "forward" else "")
     drawing.node(key, module_path(node.meta), label=label)
@@ -137,11 +148,13 @@ def _draw_op(drawing: Drawing, node: Node, layouts: Mapping[str, Layout]) -> str
 
 def _draw_collective(drawing: Drawing, node: Node, record: Collective, shown: dict[Node, str]) -> None:
     colour = COLOURS.get(record.axis, MIXED)
-    label = f"{record.op} {record.axis}" + " again" * record.again
+    num_bytes, label = f"{record.bytes:,} B", f"{record.op} {record.axis}" + " again" * record.again
+    together = len(node.all_input_nodes) > 1
+    label += (LINE + num_bytes) * together
     drawing.node(record.node, module_path(node.meta), label=label, shape="ellipse", style="filled", fillcolor=colour, fontcolor="white")
     for source in node.all_input_nodes:
         key = shown.get(source) or _draw_source(drawing, source, shown)
-        drawing.edge(key, record.node, color=colour, label=f"{record.bytes:,} B")
+        drawing.edge(key, record.node, color=colour, **({} if together else {"label": num_bytes}))
 
 
 def _connect(drawing: Drawing, node: Node, shown: dict[Node, str], records: Mapping[str, Collective]) -> None:
