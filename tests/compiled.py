@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from examples.models.gpt import GPT, GPTConfig
 from partir.graph import collective_name, is_collective
 from partir.layout import Layout
 from partir.mesh import Mesh
@@ -43,3 +45,22 @@ def run(compiled: Compiled, model: nn.Module, args: Sequence[Any]) -> tuple[Tens
 def moves(graph: torch.fx.GraphModule) -> list[tuple[str, str]]:
     """Return ``(op, axis)`` for each collective of a graph, in order."""
     return [(collective_name(n), str(n.args[1] if len(n.args) > 1 else n.kwargs["axis"])) for n in graph.graph.nodes if is_collective(n)]
+
+
+GPT_HIDDEN, GPT_BATCH, GPT_SEQUENCE = 48, 48, 4
+
+
+@lru_cache
+def gpt(layers: int) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Return a GPT in float64 whose sizes divide on every mesh of the tests, and its arguments; made once."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=48, block_size=48, num_layers=layers, num_heads=12, hidden=GPT_HIDDEN)
+    ids = torch.randint(0, 48, (GPT_BATCH, GPT_SEQUENCE))
+    return GPT(config).double(), (ids, ids)
+
+
+@lru_cache
+def compiled_gpt(sizes: tuple[int, ...], memory: str, layers: int) -> Compiled:
+    """Return the training step of ``gpt(layers)``, compiled once for all test files."""
+    model, args = gpt(layers)
+    return compile_model(model, args, sizes, memory=memory)
