@@ -31,7 +31,7 @@ from partir.passes.expand_recipes import expand_recipes
 from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.insert_collectives import insert_collectives
 from partir.passes.localize_shapes import is_drawn_by_index, localize_shapes
-from partir.passes.match_pins import match_pins
+from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
@@ -107,9 +107,11 @@ def compile_program(
     graph = run.pass_("factorise_dims", graph, factorise_dims)
     _add_seed(graph)
     slots = {node.name: slot for node, slot in zip(_placeholders(graph), traced.slots)}
-    given = _given(graph, slots, training, options, parameter_layouts or {}, input_layouts or {})
+    pinned = match_pins(options.pins, graph, {name: slot.name for name, slot in slots.items()}, mesh)
+    given = _given(slots, training, pinned, parameter_layouts or {}, input_layouts or {})
     law = placement(options.placement)
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
+    check_pins(annotated, given.layouts, mesh)
     run.texts["annotated"] = graph_text(annotated, {name: slot.name for name, slot in slots.items()})
     sharded = _sharded_outputs(annotated, traced, options.outputs, training)
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
@@ -185,16 +187,15 @@ def _add_seed(graph_module: GraphModule) -> bool:
 
 
 def _given(
-    graph_module: GraphModule,
     slots: Mapping[str, InputSlot],
     training: bool,
-    options: Options,
+    pinned: Mapping[str, Layout],
     parameter_layouts: Mapping[str, Layout],
     input_layouts: Mapping[str, Layout],
 ) -> Given:
     grads = {name: training and slot.requires_grad for name, slot in slots.items()}
     parameters = {name: slot.name for name, slot in slots.items() if slot.kind == "parameter"}
-    fixed = match_pins(options.pins, graph_module, {name: slot.name for name, slot in slots.items()})
+    fixed = dict(pinned)
     for name, slot in slots.items():
         layout = parameter_layouts.get(slot.name) or input_layouts.get(slot.name)
         if layout is not None:
