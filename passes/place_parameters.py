@@ -39,7 +39,7 @@ def parameter_layout(
     for axis in PLAIN_ORDER[1:]:
         if axis in mesh.names and axis not in layout.split_axes:
             layout = _append(layout, axis, mesh)
-    _check_direction(name, wanted, layout, mesh)
+    _check_direction(name, wanted, layout, mesh, placement)
     return layout
 
 
@@ -56,17 +56,16 @@ def _append(layout: Layout, axis: str, mesh: Mesh) -> Layout:
     return layout
 
 
-def _check_direction(name: str, wanted: Layout, layout: Layout, mesh: Mesh) -> None:
+def _check_direction(name: str, wanted: Layout, layout: Layout, mesh: Mesh, placement: Placement) -> None:
     """A matrix of a product that stayed whole along its direction would be held more than once."""
-    used = {axis for axis in wanted.split_axes if mesh[axis] > 1}
-    whole = [axis for axis in PLAIN_ORDER[1:] if mesh[axis] > 1 and axis not in layout.split_axes]
-    if len(layout.dims) < 2 or len(whole) != 1 or len(used) < len([a for a in PLAIN_ORDER[1:] if mesh[a] > 1]) - 1 or not used:
+    axis = placement.direction(placement.start, "b")
+    others = [other for other in PLAIN_ORDER[1:] if other != axis and mesh[other] > 1]
+    if len(layout.dims) < 2 or mesh[axis] == 1 or axis in layout.split_axes or not set(others) <= set(wanted.split_axes):
         return
-    axis = whole[0]
-    local = [dim.local_size(mesh) for dim in layout.dims]
+    local = wanted.local_shape(mesh)
     raise LayoutError(
-        f"{name}: no dim of {wanted} can be split further over {axis}={mesh[axis]}: a rank's block is {local}. "
-        f"Legal sizes of {axis}: {legal_extents(math.gcd(*local) if len(set(local)) == 1 else local[0])}."
+        f"{name}: no dim of its block {list(local)} ({wanted}) is divisible by {axis}={mesh[axis]}, along which a weight is split "
+        f"further at rest. Legal {axis} for dim 0: {legal_extents(local[0])}."
     )
 
 
