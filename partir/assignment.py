@@ -147,7 +147,9 @@ def _operand(
     return Layout(dtype_name(tensor.dtype), dims, pending, tuple(a for a in varied if a not in held) if grad else (), grad)
 
 
-def result_layouts(call: Call, assignment: Assignment, operand_types: Sequence[Layout], grads: Sequence[bool], mesh: Mesh) -> tuple[Layout, ...]:
+def result_layouts(
+    call: Call, assignment: Assignment, operand_types: Sequence[Layout], grads: Sequence[bool], mesh: Mesh
+) -> tuple[Layout, ...]:
     """Return the layout of each result, sums and maxima pending."""
     return tuple(_result(call, index, assignment, operand_types, grad, mesh) for index, grad in enumerate(grads))
 

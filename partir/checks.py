@@ -15,6 +15,7 @@ from partir.collectives import apply
 from partir.errors import PartirError, VerifyError, source_line
 from partir.graph import (
     collective_name,
+    gives_gradient,
     is_call,
     is_collective,
     is_getitem,
@@ -39,7 +40,8 @@ def verify_graph(graph_module: GraphModule, mesh: Mesh, stage: str) -> None:
     """
     checks = [check_lint, check_layouts]
     if stage != "annotated":
-        checks += [check_collectives, check_calls if stage == "lowered" else check_calls_before_recipes, check_outputs]
+        calls = check_calls if stage == "lowered" else check_calls_before_recipes
+        checks += [check_inputs, check_collectives, calls, check_gradients, check_outputs]
     for check in checks:
         for node, reason in check(graph_module, mesh):
             where = f"{source_line(node.meta)}: %{node.name}: " if node is not None else ""
@@ -70,6 +72,16 @@ def check_layouts(graph_module: GraphModule, mesh: Mesh) -> Reasons:
                 layout.local_shape(mesh)
             except PartirError as error:
                 yield node, str(error)
+
+
+def check_inputs(graph_module: GraphModule, mesh: Mesh) -> Reasons:
+    """Inputs are I, S or N: an R would arrive without the sum of its gradient, a P unfinished."""
+    for node in graph_module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        layout = layout_of(node).strip(mesh)
+        if layout.varied or layout.pending:
+            yield node, f"arrives as {layout}; inputs are I, S or N: spread it before use"
 
 
 def check_collectives(graph_module: GraphModule, mesh: Mesh) -> Reasons:
@@ -138,11 +150,29 @@ def _check_getitem(node: Node, mesh: Mesh) -> Reasons:
         yield node, f"is {layout_of(node)}, its source's result {index} is {layouts_of(source)[index]}"
 
 
+def check_gradients(graph_module: GraphModule, mesh: Mesh) -> Reasons:
+    """A floating result of a call has a gradient where an operand has one: what is called N must not be differentiated."""
+    for node in graph_module.graph.nodes:
+        if not is_call(node) or is_collective(node):
+            continue
+        wanted = gives_gradient(node) and any(layout_of(operand).grad for operand in operands(node))
+        for layout in layouts_of(node):
+            if layout.grad != wanted and DTYPES[layout.dtype].is_floating_point and not _has_maximum(layout):
+                yield node, f"is {layout}, but {'an' if wanted else 'no'} operand has a gradient, so it has {'one' if wanted else 'none'}"
+
+
+def _has_maximum(layout: Layout) -> bool:
+    return any(kind == "max" for _, kind in layout.pending)
+
+
 def check_outputs(graph_module: GraphModule, mesh: Mesh) -> Reasons:
-    """Outputs are I, S or N: an R would leave with a gradient counted once for each rank, a P unfinished."""
-    for value in outputs_of(graph_module):
+    """Outputs are I, S or N, and whole or in blocks as wanted: an R would leave with a gradient counted once a rank, a P unfinished."""
+    wanted = graph_module.graph.output_node().meta.get("layouts")
+    for index, value in enumerate(outputs_of(graph_module)):
         if not isinstance(value, Node):
             continue
         layout = layout_of(value).strip(mesh)
         if layout.varied or layout.pending:
             yield value, f"leaves as {layout}; outputs are I, S or N: settle or reduce it first"
+        elif wanted is not None and layout.dims != wanted[index].strip(mesh).dims:
+            yield value, f"leaves as {layout}, output {index} is to leave as {wanted[index]}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from partir.layout import Layout
@@ -19,11 +20,10 @@ def operands(node: Node) -> list[Node]:
 
 def arguments(node: Node) -> list[Any]:
     """Return every argument of a call in the order of its op's schema (positional, then by keyword)."""
-    target = cast(Any, node.target)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return [*node.args, *node.kwargs.values()]
     found: list[Any] = []
-    for index, argument in enumerate(target._schema.arguments):
+    for index, argument in enumerate(cast(Any, node.target)._schema.arguments):
         if index < len(node.args):
             found.append(node.args[index])
         elif argument.name in node.kwargs:
@@ -76,6 +76,11 @@ def is_collective(node: Node) -> bool:
 def collective_name(node: Node) -> str:
     """Return ``all_gather`` for a node that calls ``torch.ops.partir.all_gather.default``."""
     return str(cast(Any, node.target)._schema.name).removeprefix("partir::")
+
+
+def gives_gradient(node: Node) -> bool:
+    """Return whether a call's results have gradients where its operands have: all but ``detach``."""
+    return not str(node.target).startswith("aten.detach")
 
 
 def outputs_of(graph_module: GraphModule) -> list[Any]:

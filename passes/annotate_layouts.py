@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from partir.assignment import Assignment, Call, SubFactor, merge, operand_layouts, project, result_layouts
 from partir.errors import source_line
-from partir.graph import is_call, is_getitem, layouts_of, operands, results_of
+from partir.graph import gives_gradient, is_call, is_getitem, layouts_of, operands, results_of
 from partir.law import is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout
 from partir.mesh import Mesh
@@ -122,7 +122,7 @@ class _Annotator:
 
     def call(self, node: Node) -> None:
         read = operands(node)
-        grad = any(operand.meta["grad"] for operand in read) and not _is_detached(node)
+        grad = any(operand.meta["grad"] for operand in read) and gives_gradient(node)
         node.meta["from_inputs"] = any(operand.meta["from_inputs"] for operand in read)
         grads = tuple(grad and (r.is_floating_point() or r.is_complex()) for r in results_of(node))
         node.meta["grads"], node.meta["grad"] = grads, grads[0] if grads else False
@@ -274,10 +274,6 @@ class _Annotator:
         for value in node.all_input_nodes:
             if value.meta["layout"] is None:
                 self.decide(value, None)
-
-
-def _is_detached(node: Node) -> bool:
-    return str(node.target).startswith("aten.detach")
 
 
 def _pin(choice: Choice, pinned: Layout) -> Choice:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from partir.assignment import split_axes
-from partir.graph import is_call, is_collective, is_getitem, layout_of, layouts_of, operands
+from partir.graph import gives_gradient, is_call, is_collective, is_getitem, layout_of, layouts_of, operands
 from partir.infer import infer
 from partir.layout import Layout
 from partir.mesh import Mesh
@@ -93,7 +93,7 @@ class _Expansion:
         new.meta["val"] = _fake(op, args, kwargs)
         new.meta["binding"] = bind(new)
         layouts = [layout_of(operand) for operand in operands(new)]
-        grad = any(layout.grad for layout in layouts) and op is not torch.ops.aten.detach.default
+        grad = any(layout.grad for layout in layouts) and gives_gradient(new)
         new.meta["layout"] = infer(new.meta["binding"], layouts, (new.meta["val"],), (grad,), self.mesh)[0]
         return new
 

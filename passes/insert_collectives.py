@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.graph import is_getitem, layouts_of, operands, outputs_of
+from partir.graph import is_getitem, layout_of, layouts_of, operands, outputs_of
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.relayout import relayout
@@ -47,7 +47,8 @@ def insert_collectives(graph_module: GraphModule, mesh: Mesh, sharded_outputs: S
         inserter.output(value, sharded)
         for value, sharded in zip(outputs_of(graph_module), sharded_outputs, strict=True)
     ]
-    inserter.graph.output(tuple(outputs))
+    result = inserter.graph.output(tuple(outputs))
+    result.meta["layouts"] = tuple(layout_of(value) if isinstance(value, Node) else None for value in outputs)
     return GraphModule({}, inserter.graph)
 
 

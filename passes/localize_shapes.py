@@ -20,7 +20,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partir import local_ops
-from partir.assignment import split_axes
 from partir.errors import RuleError, VerifyError, source_line
 from partir.graph import is_call, is_collective, layout_of, layouts_of, operands, results_of
 from partir.layout import Layout
@@ -67,7 +66,7 @@ class _Localizer:
 
     def _attributes(self, node: Node, binding: Binding) -> None:
         sizes = local_factor_sizes(binding, node, self.mesh)
-        changed = {name: value for name, value in binding.localise(sizes).items()}
+        changed = dict(binding.localise(sizes))
         if not changed:
             return
         schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
