@@ -20,7 +20,7 @@ def operands(node: Node) -> list[Node]:
 
 def arguments(node: Node) -> list[Any]:
     """Return every argument of a call in the order of its op's schema (positional, then by keyword)."""
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(cast(object, node.target), OpOverload):
         return [*node.args, *node.kwargs.values()]
     found: list[Any] = []
     for index, argument in enumerate(cast(Any, node.target)._schema.arguments):

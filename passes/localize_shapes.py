@@ -169,7 +169,7 @@ def _propagate(graph_module: GraphModule, mesh: Mesh) -> None:
         values = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         try:
             with use_mesh(mesh), torch.no_grad(), _mode_of(node):
-                node.meta["val"] = cast(Any, node.target)(*cast(Any, values)[0], **cast(Any, values)[1])
+                node.meta["val"] = node.target(*values[0], **values[1])
         except Exception as error:
             raise VerifyError(f"{source_line(node.meta)}: {node.target} fails on blocks {node.args}: {error}") from error
         for layout, value in zip(layouts_of(node), results_of(node)):
