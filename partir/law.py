@@ -43,6 +43,16 @@ def states_to_try(call: Call, placement: Placement, present: Sequence[Layout | N
     return (fitting[0],)
 
 
+def first_split(call: Call, placement: Placement, mesh: Mesh) -> dict[SubFactor, tuple[str, ...]]:
+    """Return how a call whose operands are all whole (a norm of a model's input) splits: as the A of the first product rests."""
+    if len(call.binding.results[0]) < 2:
+        return {}
+    *rows, columns = call.binding.results[0]
+    groups = {"m": [name for names in rows for name in names], "k": list(columns)}
+    at_rest = placement.at_rest(placement.start, "a")
+    return _assign(call, groups, {index: at_rest[index] for index in ("k", "m")}, mesh)
+
+
 def _axes_that_swap(placement: Placement) -> set[str]:
     """Return the axes that an index has in one state and another index in another."""
     places = {(axis, index) for law in placement.states.values() for index, axes in law.items() for axis in axes}
@@ -57,7 +67,9 @@ def _is_laid_for(call: Call, law: Mapping[str, Axes], groups: Mapping[str, Itera
     return all(held.get(pair, ())[: len(axes)] == axes for pair, axes in wanted.items())
 
 
-def _assign(call: Call, groups: Mapping[str, Iterable[str]], axes: Mapping[str, Axes], mesh: Mesh) -> Assignment:
+def _assign(
+    call: Call, groups: Mapping[str, Iterable[str]], axes: Mapping[str, Axes], mesh: Mesh
+) -> dict[SubFactor, tuple[str, ...]]:
     assignment: dict[SubFactor, tuple[str, ...]] = {}
     for index, wanted in axes.items():
         place_axes(call, groups[index], tuple(axis for axis in wanted if axis in mesh.names), assignment, mesh)

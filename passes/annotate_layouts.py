@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from partir.assignment import Assignment, Call, SubFactor, merge, operand_layouts, project, result_layouts
 from partir.errors import source_line
 from partir.graph import gives_gradient, is_call, is_getitem, layouts_of, operands, results_of
-from partir.law import is_lawful, place_axes, scatter_rows, states_to_try
+from partir.law import first_split, is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.place_parameters import check_vectors, parameter_layout, product_error
@@ -200,7 +200,8 @@ class _Annotator:
             for other in order:
                 merged = merge(merged, projections[other])
             yield None, merged
-        yield None, {}
+        first = first_split(call, self.placement, self.mesh) if node.meta["grad"] and node.meta["from_inputs"] else {}
+        yield None, first if not projections else {}
 
     def _lawful(self, node: Node, call: Call, present: Sequence[Layout | None]) -> Iterator[Candidate]:
         product = call.binding.product
