@@ -205,6 +205,8 @@ def _normal_form(layer: str, run: Sequence[Row]) -> tuple[tuple[str, ...], ...]:
     """Return the cells of a run without the layer's own number and the numbers of value names."""
     if not layer:
         return ()
-    spelled = re.compile(rf"{re.escape(layer)}(?!\d)|{re.escape(layer.replace('.', '_'))}(?!\d)")
+    dotted, joined = re.escape(layer), re.escape(layer.replace(".", "_"))
+    paths = (rf"(?<![\w.]){dotted}(?=\.[A-Za-z_])", rf"(?<=\(){dotted}(?=\))", rf"(?<=of ){dotted}(?=,|$)")
+    spelled = re.compile("|".join([*paths, rf"(?<![A-Za-z0-9]){joined}(?=_[A-Za-z])"]))
     layer_free = [[spelled.sub("*", cell) for cell in row.cells] for row in run]
     return tuple(tuple(re.sub(r"(?<=[a-z])_\d+\b", "", cell) for cell in cells) for cells in layer_free)
