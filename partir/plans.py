@@ -60,9 +60,10 @@ def plan(
         PartirError: anything that compiling finds: an op without a rule, sizes that axes do not divide, a pin that
             matches nothing or is no layout of what it matches.
 
-    >>> linear = plan(nn.Linear(16, 32, device="meta"), (2, 2, 2), torch.empty(8, 16, device="meta"))
+    >>> import torch
+    >>> linear = plan(nn.Linear(16, 32, device="meta"), (2, 2, 2), torch.empty(8, 16, device="meta"), outputs="sharded")
     >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
-    f32[32@y.x, 16@z] 288
+    f32[32@y.x, 16@z] 272
     """
     options = Options(memory, vectors, outputs, pin=dict(pin or {}))
     chosen = pipeline.Options(cast(Any, memory), cast(Any, vectors), cast(Any, outputs), options.pin)

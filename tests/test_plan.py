@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import resource
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from torch import nn
 
 import partir
+from partir import draw, plans, records
 from partir.errors import LayoutError, PartirError
 from partir.layout import Layout
+from partir.passes import name_values
 from partir.plans import STAGES
 from tests.compiled import run
 from tests.planned import MLP, B, S, gpt, gpt_plan, ids, meta_plan, mlp, mlp_plan, rows
@@ -381,3 +385,9 @@ def test_a_plan_of_another_program_is_found_out() -> None:
     low, fast = mlp_plan(memory="low"), mlp_plan(memory="fast")
     found = counted(fast, mlp(), (rows(),))
     assert {key[1:]: number for key, number in found.items() if key[0] == 0} == planned(fast) != planned(low)
+
+
+@pytest.mark.parametrize("module", [plans, records, draw, name_values], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
