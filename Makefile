@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-all lint install clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/train_gpt.py --mesh 2,2,2 --compare --out demo
+	$(BIN)/python examples/train_gpt.py --mesh 2,2,2 --compare --dtype float64 --out demo
 
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow"

@@ -38,7 +38,7 @@ def parse_mesh(text: str) -> tuple[int, ...] | str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", type=parse_mesh, default=(2, 2, 2), help="sizes x,y,z or data,x,y,z, or auto (default: 2,2,2)")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=128)
