@@ -57,7 +57,7 @@ class Call:
             unsplit |= frozenset(name for name in binding.maxima if name not in binding.splits)
         inputs = tuple(operand.meta["val"] for operand in operands(node))
         grads = tuple(bool(operand.meta["grad"]) for operand in operands(node))
-        maxima = frozenset() if grad else binding.maxima
+        maxima = frozenset[str]() if grad else binding.maxima
         return cls(binding, node.meta["factors"], frozenset(unsplit - set(binding.splits)), maxima, inputs, results_of(node), grads)
 
     def subfactors(self, names: Iterable[str]) -> list[SubFactor]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from partir.api import parallelize
 from partir.errors import PartirError, VerifyError
@@ -79,8 +80,8 @@ def verify(
         VerifyError: names the first output or parameter that differs, and by how much.
     """
     _refuse_meta(model)
-    args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    args, kwargs = _to_double((args, dict(example_kwargs or {})))
+    given = cast("tuple[Any, ...]", tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,))
+    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", _to_double((given, dict(example_kwargs or {}))))
     options = {"memory": memory, "vectors": vectors, "pin": pin, "outputs": "whole"}
     parallel = parallelize(_double(model), mesh, **cast(Any, options))
     ours = _run(parallel, args, kwargs)
@@ -116,7 +117,7 @@ def _to_double(value: Any) -> Any:
             return item.detach().double().requires_grad_(item.requires_grad)
         return item
 
-    return torch.utils._pytree.tree_map(convert, value)
+    return tree_map(convert, value)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 
 class PartirError(Exception):
@@ -66,5 +66,5 @@ def module_path(meta: Mapping[str, Any]) -> str:
     if not stack:
         return ""
     innermost = list(stack.values())[-1]
-    path = innermost[0] if isinstance(innermost, tuple) else str(innermost)
+    path: Any = cast("tuple[Any, ...]", innermost)[0] if isinstance(innermost, tuple) else innermost
     return str(path).removeprefix("L['self'].").removeprefix("L['self']")

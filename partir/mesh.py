@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ _current: ContextVar[Mesh | None] = ContextVar("partir_mesh", default=None)
 
 
 @contextmanager
-def use_mesh(mesh: Mesh) -> Iterator[None]:
+def use_mesh(mesh: Mesh) -> Generator[None]:
     """Make ``mesh`` the one that collectives' fake formulas read."""
     token = _current.set(mesh)
     try:

@@ -122,7 +122,7 @@ def _trace_once(
 
 
 def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _name_placeholders(joint: GraphModule, num_primals: int, takes: Sequence[bool]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -205,7 +205,7 @@ def _no_autograd_functions() -> Generator[None]:
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__.startswith("GeneratedBackwardFor_"):  # a torch.library op's: one node, differentiated later
-            return super(base, cast(Any, cls)).apply(*args, **kwargs)
+            return cast(Any, super(base, cast(Any, cls))).apply(*args, **kwargs)
         fail(
             f"torch.autograd.Function `{cls.__name__}`: its backward is not part of the graph, "
             "gradients would be silently wrong. Write it as plain torch ops, or as a torch.library custom op with "

@@ -90,7 +90,8 @@ def test_diagonal_vectors_need_equal_axes() -> None:
     ("option", "value"), [("memory", "medium"), ("vectors", "round"), ("outputs", "none"), ("check_inputs", "sometimes"), ("rng", "slow")]
 )
 def test_options(option: str, value: str) -> None:
-    assert f"{option}={value!r} is not understood; choose from" in refused(PartirError, mlp(), torch.randn(24, 24), (2, 1, 1), **{option: value})
+    text = refused(PartirError, mlp(), torch.randn(24, 24), (2, 1, 1), **{option: value})
+    assert f"{option}={value!r} is not understood; choose from" in text
 
 
 @pytest.mark.parametrize(
