@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from partir import rules
-from partir.assignment import Call, SubFactor, operand_layouts, project, result_layouts
+from partir.assignment import Assignment, Call, SubFactor, operand_layouts, project, result_layouts
 from partir.errors import TypeRuleError
 from partir.layout import DTYPES, Layout
 from partir.mesh import Mesh
@@ -111,7 +111,19 @@ def _assignment(
         for pair, axes in project(produced, index, layout.strip(mesh), mesh).items():
             if pair[0] not in read:
                 assignment.setdefault(pair, axes)
+    _check_axes_once(assignment, layouts)
     return assignment
+
+
+def _check_axes_once(assignment: Assignment, layouts: Sequence[Layout]) -> None:
+    """An axis splits one factor of a call: with two, each rank would combine some of their blocks and nobody the others."""
+    found: dict[str, str] = {}
+    for (factor, _), axes in assignment.items():
+        for axis in axes:
+            if axis in found:
+                shown = "; ".join(str(layout) for layout in layouts)
+                raise TypeRuleError(f"axis {axis} splits factors {found[axis]} and {factor} of operands {shown}: gather one first.")
+            found[axis] = factor
 
 
 def _pass_through(binding: Binding, layouts: Sequence[Layout]) -> tuple[tuple[str, str], ...]:
