@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 
@@ -12,10 +13,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --mesh 2,2,2 --compare --dtype float64 --out demo
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

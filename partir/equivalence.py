@@ -80,7 +80,7 @@ def verify(
         VerifyError: names the first output or parameter that differs, and by how much.
     """
     _refuse_meta(model)
-    given = cast("tuple[Any, ...]", tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,))
+    given = tuple(cast("list[Any]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", _to_double((given, dict(example_kwargs or {}))))
     options = {"memory": memory, "vectors": vectors, "pin": pin, "outputs": "whole"}
     parallel = parallelize(_double(model), mesh, **cast(Any, options))

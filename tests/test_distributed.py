@@ -12,7 +12,7 @@ MODULES = {"tests.distributed_checks": distributed_checks, "tests.module_checks"
 CHECKS = [(module, name) for module, found in MODULES.items() for name in vars(found) if name.startswith("check_")]
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("gloo")]  # 8 ranks start once, in one worker
 
 
 @pytest.fixture(scope="module")
