@@ -117,7 +117,7 @@ def test_bytes_are_those_of_the_collectives(case: tuple[Mesh, Layout, Layout]) -
     forward = backward = slack = 0.0
     held = source
     for step in chain.steps:
-        size, (op, _) = mesh[step.kwargs["axis"]], transposed(step.op, dict(step.kwargs))
+        size, (op, _) = mesh.extent(step.kwargs["axis"].split(".")), transposed(step.op, dict(step.kwargs))
         forward += received_bytes(step.op, held.local_shape(mesh), torch.float64, size)
         backward += received_bytes(op, step.result.local_shape(mesh), torch.float64, size)
         slack += 2 * (size - 1) * 8 * (step.op in ("all_reduce", "spread"))
@@ -153,6 +153,9 @@ def shown(chain: Chain) -> list[str]:
         # sub-dims are gathered in place
         ("f32[(3*16@y)@x]", "f32[(3*16@y)] ~x", ["all_gather(axis=x, dim=0) -> f32[(3*16@y)] ~x"]),
         ("f32[(3*16@y)]", "f32[48] ~y", ["all_gather(axis=y, dim=0, blocks=3) -> f32[48] ~y"]),
+        # one message where two axes want the same
+        ("f32[16@x] +y +z", "f32[16@x]", ["all_reduce(axis=y.z) -> f32[16@x]"]),
+        ("f32[16] ~x ~y ~z", "f32[16]", ["settle(axis=x.y.z) -> f32[16]"]),
         ("i64[16]", "i64[16@x]", ["slice(axis=x, dim=0) -> i64[16@x]"]),
         ("f32[16@x] max z nograd", "f32[16@x] nograd", ["all_reduce(axis=z, op=max) -> f32[16@x] nograd"]),
         # the paper's Algorithm 7: from the diagonal, along z, then gathered along x
