@@ -190,9 +190,15 @@ def _refuse_new_state(before: dict[str, torch.Tensor], after: dict[str, torch.Te
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by name; shared ones under each of their names."""
-    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    named.update(model.named_buffers(remove_duplicate=False))
+    """Return every parameter and buffer by name; those that several modules share under a name in each.
+
+    A module that is used under two names comes once: `_reparametrize_module` would put a fake back as its own.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
+        own += [*module.named_buffers(recurse=False, remove_duplicate=False)]
+        named.update((f"{path}.{name}".lstrip("."), tensor) for name, tensor in own)
     return named
 
 
