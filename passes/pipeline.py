@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from partir import rules
 from partir.checks import verify_graph
 from partir.graph import layout_of, outputs_of
-from partir.layout import Layout
+from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
@@ -107,8 +107,9 @@ def compile_program(
     graph = run.pass_("factorise_dims", graph, factorise_dims)
     _add_seed(graph)
     slots = {node.name: slot for node, slot in zip(_placeholders(graph), traced.slots)}
+    dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in _placeholders(graph)}
     pinned = match_pins(options.pins, graph, {name: slot.name for name, slot in slots.items()}, mesh)
-    given = _given(slots, training, pinned, parameter_layouts or {}, input_layouts or {})
+    given = _given(slots, dtypes, training, pinned, parameter_layouts or {}, input_layouts or {})
     law = placement(options.placement)
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
     check_pins(annotated, given.layouts, mesh)
@@ -120,15 +121,13 @@ def compile_program(
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
-    inputs = _input_slots(lowered, slots, training)
+    inputs = _input_slots(lowered, slots, _with_gradient(annotated) if training else frozenset())
     outputs = _output_slots(lowered, annotated, traced, training)
     derived = run.time("differentiate", lambda: differentiate(lowered, mesh, inputs, outputs, options.memory, training))
     run.texts["forward"] = graph_text(derived.forward)
     run.texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""
     outputs = tuple(_with_tangent(slot, takes) for slot, takes in zip(outputs, derived.differentiable))
-    program = Program(
-        mesh, options.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs, texts=run.texts
-    )
+    program = Program(mesh, options.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs, texts=run.texts)
     return Compiled(program, traced, annotated, lowered, run.timings)
 
 
@@ -188,6 +187,7 @@ def _add_seed(graph_module: GraphModule) -> bool:
 
 def _given(
     slots: Mapping[str, InputSlot],
+    dtypes: Mapping[str, str],
     training: bool,
     pinned: Mapping[str, Layout],
     parameter_layouts: Mapping[str, Layout],
@@ -200,13 +200,14 @@ def _given(
         layout = parameter_layouts.get(slot.name) or input_layouts.get(slot.name)
         if layout is not None:
             fixed[name] = layout
-    fixed = {name: _with_grad(layout, grads.get(name, layout.grad)) for name, layout in fixed.items()}
+    fixed = {name: _with_grad(layout, grads.get(name, layout.grad), dtypes[name]) for name, layout in fixed.items()}
     inputs = frozenset(name for name, slot in slots.items() if slot.kind == "input")
     return Given(grads, parameters, inputs, fixed)
 
 
-def _with_grad(layout: Layout, grad: bool) -> Layout:
-    return Layout(layout.dtype, layout.dims, layout.pending, layout.varied if grad else (), grad, layout.owner)
+def _with_grad(layout: Layout, grad: bool, dtype: str) -> Layout:
+    """Return a layout for the present dtype: `model.bfloat16()` after the first call changes no block."""
+    return Layout(dtype, layout.dims, layout.pending, layout.varied if grad else (), grad, layout.owner)
 
 
 def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: Outputs, training: bool) -> list[bool]:
@@ -218,13 +219,27 @@ def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: Outputs, t
     return [blocks and shape != () and index < traced.num_outputs for index, shape in enumerate(shapes)]
 
 
-def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], training: bool) -> tuple[Slot, ...]:
+def _with_gradient(annotated: GraphModule) -> frozenset[str]:
+    """Return the names of the values from which an output can be differentiated; the rest keep ``grad`` None, as on one device.
+
+    A gathered bucket would give zeros to a member that has no gradient, and an optimizer decays what has zeros.
+    """
+    outputs = {cast(Node, value) for value in outputs_of(annotated)}
+    reached: set[Node] = set()
+    for node in reversed(annotated.graph.nodes):
+        has_gradient = node.meta.get("grad") or any(node.meta.get("grads", ()))
+        if has_gradient and (node in outputs or any(user in reached for user in node.users)):
+            reached.add(node)
+    return frozenset(node.name for node in reached)
+
+
+def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], reached: frozenset[str]) -> tuple[Slot, ...]:
     found: list[Slot] = []
     for node in _placeholders(lowered):
         layout = layout_of(node)
         slot = slots.get(node.name)
         name, kind = (slot.name, slot.kind) if slot else ("seed", "seed")
-        wanted = bool(slot and training and slot.requires_grad)
+        wanted = bool(slot and slot.requires_grad and node.name in reached)
         found.append(Slot(name, cast(Any, kind), layout, layout.shape, node.meta["val"].dtype, wanted))
     return tuple(found)
 
@@ -242,5 +257,3 @@ def _output_slots(lowered: GraphModule, annotated: GraphModule, traced: Traced, 
 
 def _with_tangent(slot: Slot, takes: bool) -> Slot:
     return Slot(slot.name, slot.kind, slot.layout, slot.shape, slot.dtype, takes)
-
-
