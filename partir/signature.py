@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from partir.mesh import Mesh
 def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str:
     """Return the text of all that a compiled program depends on, the same on every rank.
 
-    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)")
+    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)").split("; modules")[0]
     'tuple(*); inputs cpu torch.float32 [3, 2]; grad on; training all; frozen none'
     """
     inputs = ", ".join(_describe(leaf) for leaf in leaves)
@@ -25,7 +26,24 @@ def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     training = "all" if all(modes.values()) else ", ".join(name for name, on in modes.items() if on) or "none"
     grad = "on" if torch.is_grad_enabled() else "off"
-    return f"{structure}; inputs {inputs}; grad {grad}; training {training}; frozen {', '.join(frozen) or 'none'}"
+    text = f"{structure}; inputs {inputs}; grad {grad}; training {training}; frozen {', '.join(frozen) or 'none'}"
+    return f"{text}; modules {_digest(model)}"
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a digest of what else a trace reads: each module's class and constants (a dropout's p), each tensor's dtype.
+
+    Only values that print alike on every rank: a function prints its address.
+    """
+    found: list[Any] = []
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        names = cast("Iterable[str]", getattr(module, "__constants__", ()))
+        constants: list[tuple[str, Any]] = [(key, getattr(module, key, None)) for key in names]
+        found.append(
+            (name, type(module).__qualname__, [(key, value) for key, value in constants if isinstance(value, (int, float, str, tuple))])
+        )
+    found += [(name, t.dtype) for name, t in [*model.named_parameters(), *model.named_buffers()]]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:
@@ -38,9 +56,7 @@ def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:
     axes: list[list[str]] = [[] for _ in range(t.dim())]
     for name, size, placement in zip(names, t.device_mesh.shape, t.placements):
         if mesh[name] != size or not (placement.is_replicate() or placement.is_shard()):
-            raise PartirError(
-                f"a DTensor input is {placement} over {name}={size}; the mesh is {mesh}: use Shard or Replicate on its axes."
-            )
+            raise PartirError(f"a DTensor input is {placement} over {name}={size}; the mesh is {mesh}: use Shard or Replicate on its axes.")
         if placement.is_shard() and size > 1:
             axes[int(cast(Any, placement).dim) % t.dim()].append(str(name))
     if not names:

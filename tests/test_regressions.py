@@ -33,3 +33,43 @@ def test_a_module_under_two_names_keeps_its_parameters() -> None:
     parallel = partir.parallelize(model, (2, 2, 2))
     torch.testing.assert_close(parallel(x), expected)
     assert all(now is before for now, before in zip(parallel.parameters(), parameters, strict=True))
+
+
+class Unreached(nn.Module):
+    """Some layers are only used without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.used = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = self.frozen(x)
+        return (self.used(x) * gate).mean()
+
+
+def test_a_parameter_without_a_gradient_keeps_none() -> None:
+    """The bucket that gathers all vectors gave zeros to its bias, which AdamW would then decay."""
+    model = partir.parallelize(Unreached(), (2, 2, 2))
+    model(torch.randn(8, 8)).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["used.weight", "used.bias"]
+
+
+def test_dropout_changed_after_the_first_call() -> None:
+    """The program of the first call ran on, with the old probability."""
+    linear, dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+    model = partir.parallelize(nn.Sequential(linear, dropout), (1, 2, 2))
+    x = torch.randn(8, 8)
+    assert bool((model(x) == 0).any())
+    dropout.p = 0.0
+    torch.testing.assert_close(model(x), linear(x))
+
+
+def test_dtype_changed_after_the_first_call() -> None:
+    """A valid `model.double()` was an error about what the program had been compiled for."""
+    model = partir.parallelize(nn.Linear(8, 8), (2, 2, 2))
+    x = torch.randn(8, 8)
+    model(x)
+    model.double()
+    torch.testing.assert_close(model(x.double()), nn.functional.linear(x.double(), model.weight, model.bias))
