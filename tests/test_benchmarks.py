@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,28 @@ from torch import Tensor
 from benchmarks.measure import CountBytes, peak_bytes
 
 MEBI = 2**20
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_planning_prints_every_pass() -> None:
+    printed = run("planning.py", *"--mesh 2,2,2 --layers 1 2 --hidden 32 --heads 4 --batch 4 --seq 16 --vocabulary 64 --repeats 1".split())
+    assert all(name in printed for name in ("trace", "annotate_layouts", "differentiate", "total", "growth"))
+
+
+@pytest.mark.slow
+def test_peers_compute_the_same_losses() -> None:
+    sizes = "--ranks 2 --batch 4 --seq 16 --hidden 32 --heads 4 --layers 1 --vocabulary 64 --rounds 1 --steps 1"
+    printed = run("peers.py", *f"--peers ddp fsdp tp --partir-mesh 1,2,1 {sizes}".split())
+    rows = [line.split("│") for line in printed.splitlines() if line.startswith("│")]
+    losses = [float(row[-2]) for row in rows if row[-2].strip()]
+    assert len(losses) == 4 and max(losses) - min(losses) < 2e-5
 
 
 def test_peak_counts_what_is_alive_during_the_step() -> None:
