@@ -140,7 +140,7 @@ class _Run(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         kept = {id(t) for t in saved}
         named = zip(tensors, blocks, distributed.program.inputs)
-        ctx.versions = [(slot.name, t, t._version, b) for t, b, slot in named if isinstance(t, DTensor) and id(b) in kept]
+        ctx.versions = [(slot.name, t, t._version, local_of(t)) for t, b, slot in named if isinstance(t, DTensor) and id(b) in kept]
         ctx.specs = [spec_of(t) for t in tensors]
         ctx.distributed = distributed
         ctx.set_materialize_grads(False)
@@ -151,8 +151,8 @@ class _Run(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         distributed = cast(DistributedProgram, ctx.distributed)
-        for name, t, version, block in ctx.versions:
-            if t._version != version or local_of(t) is not block:
+        for name, t, version, held in ctx.versions:  # held: off the diagonal the block that ran is a stand-in
+            if t._version != version or local_of(t) is not held:
                 raise PartirError(f"{name} was changed between forward and backward; its gradient would be wrong.")
         saved = ctx.saved_tensors
         with distributed._one_for_all("backward"):  # pyright: ignore[reportPrivateUsage]

@@ -24,3 +24,16 @@ def _compile(sizes: tuple[int, ...]) -> Any:
 
 torch.set_num_threads(1)
 COMPILED = {sizes: _compile(sizes) for sizes in MESHES}
+
+
+def _compile_model(name: str) -> Any:
+    from tests.test_equivalence import reference
+
+    model, inputs, _ = reference(name)
+    try:
+        return pipeline.compile_program(model, (), inputs, Mesh.parse((2, 2, 2)), pipeline.Options())
+    except PartirError as error:
+        return error
+
+
+MODELS_COMPILED = {name: _compile_model(name) for name in ("bert", "llama", "hf_gpt2")}

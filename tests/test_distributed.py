@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests import distributed_checks, module_checks
+from tests import distributed_checks, model_checks, module_checks
 from tests.distributed_worker import RankReport, run_world
 from tests.dying_rank import DEAD
 
-MODULES = {"tests.distributed_checks": distributed_checks, "tests.module_checks": module_checks}
+MODULES = {
+    "tests.distributed_checks": distributed_checks,
+    "tests.module_checks": module_checks,
+    "tests.model_checks": model_checks,
+}
 CHECKS = [(module, name) for module, found in MODULES.items() for name in vars(found) if name.startswith("check_")]
 
 
@@ -33,3 +37,10 @@ def test_a_dead_rank_is_named_by_every_survivor() -> None:
     survivors = [report for report in reports if report.rank != DEAD]
     assert [report.errors["check_survivors_are_told"] for report in survivors] == [""] * 7
     assert reports[DEAD].exit_code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_every_model_on_every_mesh_of_8_ranks() -> None:
+    reports = run_world(8, [("tests.model_checks", "everywhere")], timeout=2300)
+    assert [report.errors.get("everywhere") for report in reports] == [""] * 8, reports

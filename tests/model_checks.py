@@ -1,0 +1,78 @@
+"""What each of 8 gloo ranks checks of the models: loss, gradients and trained parameters of one device, the loss the same bit for bit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from partir import api
+from partir.api import parallelize
+from partir.equivalence import relative_difference
+from partir.runtime.parameters import full_gradient, full_tensor
+from tests.distributed_checks import everyone_has
+from tests.test_equivalence import MODELS, loss_of, reference
+
+GLOO_MESHES = ((2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1))
+OTHERS = tuple(name for name in MODELS if name != "gpt")  # gpt is checked on all of them in module_checks
+
+
+def train_beside(name: str, sizes: tuple[int, ...], compiled: Any = None) -> None:
+    """Train for five AdamW steps; compare with what one device makes of it."""
+    model, inputs, (loss, gradients, parameters) = reference(name)
+    _, one_step, five_steps = MODELS[name]
+    ahead = nullcontext() if compiled is None else mock.patch.object(api, "_compile", lambda *_: compiled)
+    with ahead:
+        model = parallelize(model, sizes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        for step in range(5):
+            found = loss_of(model(**inputs))
+            assert everyone_has(found.detach())
+            optimizer.zero_grad()
+            found.backward()
+            if step == 0:
+                assert relative_difference(found.detach(), loss) <= one_step
+                _compare({n: cast(Tensor, full_gradient(p)) for n, p in model.named_parameters()}, gradients, one_step)
+            optimizer.step()
+        _compare({n: full_tensor(p) for n, p in model.named_parameters()}, parameters, five_steps)
+
+
+def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    scale = 1e-6 * max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        assert relative_difference(found[name].detach(), value, scale) <= tolerance, name
+
+
+def _check_ahead(name: str) -> None:
+    from tests.compiled_ahead import MODELS_COMPILED
+
+    compiled = MODELS_COMPILED[name]
+    if isinstance(compiled, Exception):
+        raise compiled
+    train_beside(name, (2, 2, 2), compiled)
+
+
+def check_bert(rank: int) -> None:
+    """BERT on (2, 2, 2)."""
+    _check_ahead("bert")
+
+
+def check_llama(rank: int) -> None:
+    """Llama on (2, 2, 2)."""
+    _check_ahead("llama")
+
+
+def check_hf_gpt2(rank: int) -> None:
+    """Hugging Face's GPT-2 on (2, 2, 2)."""
+    _check_ahead("hf_gpt2")
+
+
+def everywhere(rank: int) -> None:
+    """Every model but GPT on every mesh of 8 ranks that the project promises; minutes."""
+    for name in OTHERS:
+        for sizes in GLOO_MESHES:
+            train_beside(name, sizes)
