@@ -31,19 +31,20 @@ def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str
 
 
 def _digest(model: nn.Module) -> str:
-    """Return a digest of what else a trace reads: each module's class and constants (a dropout's p), each tensor's dtype.
+    """Return a digest of what else a trace reads: each module's class and plain attributes (a dropout's p), each tensor's dtype.
 
-    Only values that print alike on every rank: a function prints its address.
+    An attribute that changes at every call (a counter) makes every call a new signature: slow, where a stale value would be wrong.
+    Only values that print alike on every rank count: a function prints its address.
     """
     found: list[Any] = []
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        names = cast("Iterable[str]", getattr(module, "__constants__", ()))
-        constants: list[tuple[str, Any]] = [(key, getattr(module, key, None)) for key in names]
-        found.append(
-            (name, type(module).__qualname__, [(key, value) for key, value in constants if isinstance(value, (int, float, str, tuple))])
-        )
+        plain = [(key, value) for key, value in vars(module).items() if key[0] != "_" and isinstance(value, _PLAIN)]
+        found.append((name, type(module).__qualname__, plain))
     found += [(name, t.dtype) for name, t in [*model.named_parameters(), *model.named_buffers()]]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+_PLAIN = (bool, int, float, str)
 
 
 def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:

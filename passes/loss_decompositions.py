@@ -80,7 +80,7 @@ def _total(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torc
 
 
 def _weights(classes: Tensor, weight: Tensor) -> Tensor:
-    return torch.embedding(weight.unsqueeze(1), classes).squeeze(-1)
+    return weight.index_select(0, classes.flatten()).view(classes.shape)
 
 
 def along(vector: Tensor, dim: int, num_dims: int) -> Tensor:

@@ -73,3 +73,41 @@ def test_dtype_changed_after_the_first_call() -> None:
     model(x)
     model.double()
     torch.testing.assert_close(model(x.double()), nn.functional.linear(x.double(), model.weight, model.bias))
+
+
+class Scaled(nn.Module):
+    """A linear scaled by a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_plain_attribute_changed_after_the_first_call() -> None:
+    """The program of the first call ran on, with the old scale."""
+    model = partir.parallelize(Scaled(), (2, 1, 2))
+    x = torch.randn(8, 8)
+    before = model(x)
+    model.scale = 3.0
+    torch.testing.assert_close(model(x), before * 3)
+
+
+class Weighted(nn.Module):
+    """A cross entropy with class weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.register_buffer("weights", torch.arange(1.0, 9.0))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(x), labels, weight=self.get_buffer("weights"), ignore_index=3)
+
+
+def test_cross_entropy_with_class_weights() -> None:
+    """The weights were looked up in a table of width 1, which no axis divides."""
+    partir.verify(Weighted(), (2, 2, 2), (torch.randn(16, 8), torch.arange(16) % 8))
