@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def transposed(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]
     return partner, arguments | extra
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(two_layouts())
 def test_chain_keeps_the_tensor_and_its_transpose_the_gradient(case: tuple[Mesh, Layout, Layout]) -> None:
     mesh, source, target = case
@@ -108,7 +108,7 @@ def test_chain_keeps_the_tensor_and_its_transpose_the_gradient(case: tuple[Mesh,
     torch.testing.assert_close(gather(gradients, held, mesh), pull, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(two_layouts())
 def test_bytes_are_those_of_the_collectives(case: tuple[Mesh, Layout, Layout]) -> None:
     """Forward and backward; an all-reduce is counted without the padding of its chunks."""
