@@ -13,10 +13,12 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py --mesh 2,2,2 --compare --dtype float64 --out demo
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -q -m "ranks and not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not ranks and not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -q -m ranks
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not ranks"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ MODULES = {
 CHECKS = [(module, name) for module, found in MODULES.items() for name in vars(found) if name.startswith("check_")]
 
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("gloo")]  # 8 ranks start once, in one worker
+pytestmark = [pytest.mark.timeout(600), pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
