@@ -200,7 +200,7 @@ def _given(
         layout = parameter_layouts.get(slot.name) or input_layouts.get(slot.name)
         if layout is not None:
             fixed[name] = layout
-    fixed = {name: _with_grad(layout, grads.get(name, layout.grad), dtypes[name]) for name, layout in fixed.items()}
+    fixed = {name: _with_grad(layout, grads.get(name, layout.grad), dtypes.get(name, layout.dtype)) for name, layout in fixed.items()}
     inputs = frozenset(name for name, slot in slots.items() if slot.kind == "input")
     return Given(grads, parameters, inputs, fixed)
 
