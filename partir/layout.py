@@ -194,13 +194,14 @@ class Layout:
         return "I" if self.grad else "N"
 
     def strip(self, mesh: Mesh) -> Layout:
-        """Return this layout without axes of size 1, which say nothing, under the one name that its blocks have on this mesh.
-
-        Where a sub-dim is split to single elements, ``(6@y*12@x)`` holds the blocks of ``72@y.x``.
-        """
+        """Return this layout without axes of size 1, which say nothing."""
         keep = set(mesh.split_axes())
-        kept = [tuple(Part(part.size, _kept(part.axes, keep)) for part in dim.parts) for dim in self.dims]
-        dims = tuple(Dim(_join_used_up(parts, mesh), _kept(dim.axes, keep)) for parts, dim in zip(kept, self.dims))
+        if keep.issuperset(self.split_axes) and keep.issuperset(self.varied) and keep.issuperset(a for a, _ in self.pending):
+            if self.owner is None or (mesh[self.owner[0]] > 1):
+                return self
+        dims = tuple(
+            Dim(tuple(Part(p.size, _kept(p.axes, keep)) for p in dim.parts), _kept(dim.axes, keep)) for dim in self.dims
+        )
         pending = tuple(item for item in self.pending if item[0] in keep)
         owner = self.owner if self.owner and self.owner[0] in keep else None
         return replace(self, dims=dims, pending=pending, varied=_kept(self.varied, keep), owner=owner)
@@ -309,17 +310,6 @@ def _merge_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
         else:
             merged.append(part)
     return tuple(merged) or (Part(1),)
-
-
-def _join_used_up(parts: tuple[Part, ...], mesh: Mesh) -> tuple[Part, ...]:
-    """Join each sub-dim that is split to single elements to the one after it."""
-    joined: list[Part] = []
-    for part in parts:
-        if joined and joined[-1].axes and joined[-1].size == mesh.extent(joined[-1].axes):
-            joined[-1] = Part(joined[-1].size * part.size, joined[-1].axes + part.axes)
-        else:
-            joined.append(part)
-    return tuple(joined)
 
 
 def _divide(size: int, axes: Sequence[str], mesh: Mesh, dim: Dim) -> int:
