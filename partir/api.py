@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from partir.errors import PartirError
-from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.module import Compiler, Options, Parallelized, ParallelModule, parallel_class, parallelized
+from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
+from partir.options import Options
 from partir.passes import pipeline
 from partir.passes.trace import flatten_inputs, input_names
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
@@ -67,7 +67,7 @@ def parallelize(
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
     options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit)
-    compiler = Compiler(_compile, flatten_inputs, input_names)
+    compiler = Compiler(pipeline.compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(Mesh.parse(mesh), options, original, compiler)
     _distribute(model, state)
@@ -76,24 +76,6 @@ def parallelize(
     if example_inputs is not None or example_kwargs is not None:
         state.prepare(model, _arguments(example_inputs), dict(example_kwargs or {}))
     return model
-
-
-def _compile(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mesh: Mesh,
-    options: Options,
-    parameter_layouts: Mapping[str, Layout],
-    input_layouts: Mapping[str, Layout],
-) -> pipeline.Compiled:
-    chosen = pipeline.Options(
-        memory=cast(Any, options.memory),
-        vectors=cast(Any, options.vectors),
-        outputs=cast(Any, options.outputs),
-        pins=options.pin,
-    )
-    return pipeline.compile_program(model, args, kwargs, mesh, chosen, parameter_layouts, input_layouts)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,35 +20,11 @@ from torch.distributed.tensor import DTensor
 from partir.errors import PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.options import Options
 from partir.program import Program, Slot
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
 from partir.signature import layout_of_dtensor, signature
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked of `parallelize`; see there."""
-
-    memory: str = "low"
-    vectors: str = "balanced"
-    outputs: str = "auto"
-    check_inputs: str = "first"
-    pin: Mapping[str, str] = field(default_factory=dict[str, str])
-    rng: str = "exact"
-    timeout: timedelta | None = None
-
-    def __post_init__(self) -> None:
-        legal = {
-            "memory": ("low", "fast"),
-            "vectors": ("balanced", "diagonal"),
-            "outputs": ("auto", "whole", "sharded"),
-            "check_inputs": ("first", "always", "never"),
-            "rng": ("exact",),
-        }
-        for name, values in legal.items():
-            if getattr(self, name) not in values:
-                raise PartirError(f"{name}={getattr(self, name)!r} is not understood; choose from {', '.join(map(repr, values))}.")
 
 
 @dataclass(frozen=True)

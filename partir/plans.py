@@ -22,7 +22,8 @@ from torch import nn
 from partir.errors import PartirError, UnknownNameError, module_path
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.module import Options, ParallelModule, original_class
+from partir.module import ParallelModule, original_class
+from partir.options import Options
 from partir.passes import pipeline
 from partir.program import Program
 from partir.records import Collective, collectives_of
@@ -66,9 +67,8 @@ def plan(
     f32[32@y.x, 16@z] 272
     """
     options = Options(memory, vectors, outputs, pin=dict(pin or {}))
-    chosen = pipeline.Options(cast(Any, memory), cast(Any, vectors), cast(Any, outputs), options.pin)
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
-        compiled = pipeline.compile_program(model, _arguments(example_inputs), dict(example_kwargs or {}), Mesh.parse(mesh), chosen)
+        compiled = pipeline.compile_program(model, _arguments(example_inputs), dict(example_kwargs or {}), Mesh.parse(mesh), options)
         return Plan(type(model).__name__, options, compiled, _aliases(model))
 
 

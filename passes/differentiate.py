@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -65,7 +65,7 @@ def differentiate(
     mesh: Mesh,
     input_slots: Sequence[Slot],
     output_slots: Sequence[Slot],
-    memory: Literal["low", "fast"] = "low",
+    memory: str = "low",
     training: bool = True,
 ) -> Differentiated:
     """Return the forward and backward graphs of a lowered graph.

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from partir.checks import verify_graph
 from partir.graph import layout_of, outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
+from partir.options import Options
 from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
 from partir.passes.decompose_ops import decompose_ops
@@ -37,27 +38,6 @@ from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
 from partir.program import Program, Slot
 from partir.rules.placement import placement
-
-Outputs = Literal["auto", "whole", "sharded"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may choose about a compilation.
-
-    Args:
-        memory: ``"low"`` keeps shards and gathers again in the backward, ``"fast"`` keeps what was gathered.
-        vectors: ``"balanced"`` or the paper's ``"diagonal"``.
-        outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
-        pins: name pattern -> layout text.
-        placement: name of the placement file.
-    """
-
-    memory: Literal["low", "fast"] = "low"
-    vectors: Literal["balanced", "diagonal"] = "balanced"
-    outputs: Outputs = "auto"
-    pins: Mapping[str, str] = field(default_factory=dict[str, str])
-    placement: str = "placement_3d"
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +88,7 @@ def compile_program(
     _add_seed(graph)
     slots = {node.name: slot for node, slot in zip(_placeholders(graph), traced.slots)}
     dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in _placeholders(graph)}
-    pinned = match_pins(options.pins, graph, {name: slot.name for name, slot in slots.items()}, mesh)
+    pinned = match_pins(options.pin, graph, {name: slot.name for name, slot in slots.items()}, mesh)
     given = _given(slots, dtypes, training, pinned, parameter_layouts or {}, input_layouts or {})
     law = placement(options.placement)
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
@@ -210,7 +190,7 @@ def _with_grad(layout: Layout, grad: bool, dtype: str) -> Layout:
     return Layout(dtype, layout.dims, layout.pending, layout.varied if grad else (), grad, layout.owner)
 
 
-def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: Outputs, training: bool) -> list[bool]:
+def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: str, training: bool) -> list[bool]:
     """0-d tensors and buffers leave whole; the others as the user says, or as blocks where a loss is what matters."""
     values = [cast(Node, value) for value in outputs_of(annotated)]
     shapes = [tuple(value.meta["val"].shape) for value in values]

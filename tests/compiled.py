@@ -13,7 +13,8 @@ from examples.models.gpt import GPT, GPTConfig
 from partir.graph import collective_name, is_collective
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.passes.pipeline import Compiled, Options, compile_program
+from partir.options import Options
+from partir.passes.pipeline import Compiled, compile_program
 from partir.passes.trace import flatten_inputs
 from partir.runtime.simulated import SimulatedProgram
 

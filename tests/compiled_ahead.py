@@ -8,6 +8,7 @@ import torch
 
 from partir.errors import PartirError
 from partir.mesh import Mesh
+from partir.options import Options
 from partir.passes import pipeline
 from tests.gpt_on_tokens import make_gpt, tokens
 
@@ -17,7 +18,7 @@ MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1))
 def _compile(sizes: tuple[int, ...]) -> Any:
     ids = tokens()
     try:
-        return pipeline.compile_program(make_gpt(), (ids,), {"labels": ids}, Mesh.parse(sizes), pipeline.Options())
+        return pipeline.compile_program(make_gpt(), (ids,), {"labels": ids}, Mesh.parse(sizes), Options())
     except PartirError as error:
         return error
 
@@ -31,7 +32,7 @@ def _compile_model(name: str) -> Any:
 
     model, inputs, _ = reference(name)
     try:
-        return pipeline.compile_program(model, (), inputs, Mesh.parse((2, 2, 2)), pipeline.Options())
+        return pipeline.compile_program(model, (), inputs, Mesh.parse((2, 2, 2)), Options())
     except PartirError as error:
         return error
 

@@ -190,5 +190,5 @@ def test_rows_of_two_dims_move_the_same_bytes() -> None:
 def test_a_pinned_input_rests_where_the_law_wants_it() -> None:
     """A pin in place of blocks that arrive: the same program."""
     (model, x) = chain(1)
-    pinned = compile_model(model, (x,), (2, 2, 2), pins={"input": "f[48@x.y, 24@z]"}, outputs="sharded")
+    pinned = compile_model(model, (x,), (2, 2, 2), pin={"input": "f[48@x.y, 24@z]"}, outputs="sharded")
     assert pinned.program.texts["lowered"] == compiled_chain((2, 2, 2), 1, "low").program.texts["lowered"]

@@ -1,0 +1,50 @@
+"""What a user asks of a compilation and of the runs after it: one frozen value, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from partir.errors import PartirError
+
+LEGAL = {
+    "memory": ("low", "fast"),
+    "vectors": ("balanced", "diagonal"),
+    "outputs": ("auto", "whole", "sharded"),
+    "check_inputs": ("first", "always", "never"),
+    "rng": ("exact",),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of `parallelize` or `plan`; see there.
+
+    Args:
+        memory: ``"low"`` keeps shards and gathers again in the backward, ``"fast"`` keeps what was gathered.
+        vectors: ``"balanced"`` or the paper's ``"diagonal"``.
+        outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
+        check_inputs: compare inputs between ranks at the ``"first"`` call of a signature, ``"always"`` or ``"never"``.
+        pin: name pattern -> layout text.
+        rng: ``"exact"``: the same random numbers on every mesh.
+        timeout: the longest wait for another rank.
+        placement: name of the placement file.
+
+    Raises:
+        PartirError: a value that is none of the legal ones.
+    """
+
+    memory: str = "low"
+    vectors: str = "balanced"
+    outputs: str = "auto"
+    check_inputs: str = "first"
+    pin: Mapping[str, str] = field(default_factory=dict[str, str])
+    rng: str = "exact"
+    timeout: timedelta | None = None
+    placement: str = "placement_3d"
+
+    def __post_init__(self) -> None:
+        for name, values in LEGAL.items():
+            if getattr(self, name) not in values:
+                raise PartirError(f"{name}={getattr(self, name)!r} is not understood; choose from {', '.join(map(repr, values))}.")
