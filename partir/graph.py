@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -88,6 +88,35 @@ def outputs_of(graph_module: GraphModule) -> list[Any]:
     output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
     values = output.args[0]
     return list(cast("tuple[Any, ...]", values)) if isinstance(values, (tuple, list)) else [values]
+
+
+def replace_operands(node: Node, reads: Sequence[Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with each operand's read, in schema order, where it stood."""
+    positions: dict[Node, list[Node]] = {}
+    for operand, read in zip(operands(node), reads):
+        positions.setdefault(operand, []).append(read)
+
+    def swap(old: Node) -> Node:
+        found = positions[old]
+        return found.pop(0) if len(found) > 1 else found[0]
+
+    args = torch.fx.map_arg(node.args, swap)
+    kwargs = torch.fx.map_arg(dict(node.kwargs), swap)
+    return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)
+
+
+def with_attributes(
+    node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with other values of some attributes, by schema name."""
+    schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
+    listed, named = list(args), dict(kwargs)
+    for name, value in changed.items():
+        if name in schema and schema.index(name) < len(listed):
+            listed[schema.index(name)] = value
+        else:
+            named[name] = value
+    return tuple(listed), named
 
 
 def _flatten(items: Any) -> Iterator[Any]:

@@ -17,6 +17,9 @@ from torch import Tensor
 from partir.collectives import split_axes
 from partir.layout import Dim, Layout
 from partir.mesh import Mesh, current_mesh
+from partir.pads import Pad, natural_index, natural_size, zero_pads
+
+PadNumbers = tuple[tuple[tuple[int, int, int], ...], ...]
 
 # splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
 # with the finaliser's constants of variant 13 (D. Stafford). As signed 64-bit numbers.
@@ -111,17 +114,34 @@ def masked_index_select(x: Tensor, dim: int, index: Tensor, axes: str, size: int
     return torch.index_select(x, dim, row).masked_fill(~held.view(shape), 0)
 
 
-def global_index(layout: Layout, device: torch.device) -> Tensor:
+def mask_pads(x: Tensor, dim: int, pad: tuple[int, int, int], layout_text: str) -> Tensor:
+    """Return this rank's block of `x` with zeros in a pad.
+
+    Args:
+        dim: the padded one.
+        pad: (block, size, padded) of `pads.Pad`.
+        layout_text: layout of `x`.
+    """
+    index = _dim_index(Layout.parse(layout_text).dims[dim], current_mesh(), x.device)
+    return zero_pads(x, dim, index, (Pad(*pad),))
+
+
+def global_index(layout: Layout, device: torch.device, pads: PadNumbers = ()) -> Tensor:
     """Return the row-major index in the whole tensor of each element that this rank holds.
+
+    Args:
+        pads: for each dim the (block, size, padded) of its pads; a copy has the index of its original.
 
     Returns:
         int64 of the layout's local shape.
     """
-    mesh, shape = current_mesh(), layout.shape
+    mesh = current_mesh()
+    listed = [tuple(Pad(*numbers) for numbers in dim) for dim in pads] or [()] * len(layout.dims)
+    shape = [natural_size(dim.size, dim_pads) for dim, dim_pads in zip(layout.dims, listed)]
     index = torch.zeros((), dtype=torch.int64, device=device)
     for position, dim in enumerate(layout.dims):
         stride = math.prod(shape[position + 1 :])
-        place = _dim_index(dim, mesh, device) * stride
+        place = natural_index(_dim_index(dim, mesh, device), listed[position]) * stride
         index = index + place.view([-1] + [1] * (len(shape) - position - 1))
     return index
 
@@ -153,16 +173,16 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift(bits, 31)
 
 
-def _random_bits(seed: Tensor, site: int, layout_text: str, stream: int = 0) -> Tensor:
+def _random_bits(seed: Tensor, site: int, layout_text: str, stream: int = 0, pads: PadNumbers = ()) -> Tensor:
     """Return 53 random bits an element, as int64 of the local shape: a splitmix64 sequence per (seed, call, site)."""
     key = _mix(seed.select(0, 0) + GOLDEN)
     key = _mix((key ^ seed.select(0, 1)) + GOLDEN)
     key = _mix((key ^ (2 * site + stream)) + GOLDEN)
-    index = global_index(Layout.parse(layout_text), seed.device)
+    index = global_index(Layout.parse(layout_text), seed.device, pads)
     return _shift(_mix(key + (index + 1) * GOLDEN), 11)
 
 
-def random_uniform(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype) -> Tensor:
+def random_uniform(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype, pads: PadNumbers = ()) -> Tensor:
     """Draw uniform numbers in [0, 1) for this rank's block.
 
     Args:
@@ -170,32 +190,33 @@ def random_uniform(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype
         site: number of the op in the program; sites are independent.
         layout_text: layout of the result, `"f32[16@x, 64@z]"`; pending sums and types change nothing.
         dtype: a narrower dtype gets the leading bits of the same number.
+        pads: as `global_index`.
     """
     if dtype not in MANTISSA_BITS:
         raise ValueError(f"random_uniform: dtype is one of {', '.join(map(str, MANTISSA_BITS))}, got {dtype}.")
     kept = MANTISSA_BITS[dtype]
-    bits = _random_bits(seed, site, layout_text) >> (53 - kept)
+    bits = _random_bits(seed, site, layout_text, pads=pads) >> (53 - kept)
     return bits.to(dtype) * 2.0**-kept
 
 
-def random_normal(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype) -> Tensor:
+def random_normal(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype, pads: PadNumbers = ()) -> Tensor:
     """Draw standard normal numbers for this rank's block, by Box and Muller's method in float64.
 
     Args: as `random_uniform`.
     """
-    radius = (_random_bits(seed, site, layout_text) + 1).double() * 2.0**-53
-    angle = _random_bits(seed, site, layout_text, stream=1).double() * 2.0**-53
+    radius = (_random_bits(seed, site, layout_text, pads=pads) + 1).double() * 2.0**-53
+    angle = _random_bits(seed, site, layout_text, 1, pads).double() * 2.0**-53
     return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)).to(dtype)
 
 
-def random_mask(seed: Tensor, site: int, layout_text: str, p: float) -> Tensor:
+def random_mask(seed: Tensor, site: int, layout_text: str, p: float, pads: PadNumbers = ()) -> Tensor:
     """Draw which elements to keep, each dropped with probability `p`: True where uniform >= p, in any dtype."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability is between 0 and 1, got {p}.")
-    return _random_bits(seed, site, layout_text) >= math.ceil(p * 2**53)
+    return _random_bits(seed, site, layout_text, pads=pads) >= math.ceil(p * 2**53)
 
 
-def dropout(x: Tensor, p: float, seed: Tensor, site: int, layout_text: str) -> Tensor:
+def dropout(x: Tensor, p: float, seed: Tensor, site: int, layout_text: str, pads: PadNumbers = ()) -> Tensor:
     """Drop elements of `x` with probability `p` and scale the rest by 1 / (1 - p); saves a bool mask only.
 
     Args:
@@ -203,5 +224,5 @@ def dropout(x: Tensor, p: float, seed: Tensor, site: int, layout_text: str) -> T
         seed, site: as `random_uniform`.
         layout_text: layout of `x`.
     """
-    keep = random_mask(seed, site, layout_text, p)
+    keep = random_mask(seed, site, layout_text, p, pads)
     return x * keep * (0.0 if p == 1 else 1 / (1 - p))

@@ -14,7 +14,7 @@ is ``(3*heads*64)`` before an axis is chosen for it:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from partir.layout import Dim
 from partir.mesh import Mesh
@@ -32,10 +32,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class SubDim:
-    """A final sub-dim; ``avoid``: a chunk or a select consumes it, so axes go elsewhere if they can."""
+    """A final sub-dim; ``avoid``: a chunk or a select consumes it, so axes go elsewhere if they can.
+
+    ``key``: the same for all sub-dims of a graph that ops tie together; -1 where nobody numbers them.
+    """
 
     size: int
     avoid: bool = False
+    key: int = field(default=-1, compare=False)
 
 
 def find(piece: Piece) -> Piece:
@@ -73,9 +77,16 @@ def avoid(pieces: Sequence[Piece]) -> None:
         piece.avoid = True
 
 
-def frozen(pieces: Sequence[Piece]) -> tuple[SubDim, ...]:
-    """Return the final sub-dims of a dim; a dim of size 1 has none."""
-    return tuple(SubDim(piece.size, piece.avoid) for piece in leaves(pieces))
+def frozen(pieces: Sequence[Piece], keys: dict[int, int] | None = None) -> tuple[SubDim, ...]:
+    """Return the final sub-dims of a dim; a dim of size 1 has none.
+
+    Args:
+        keys: numbers given to pieces so far, by identity; new ones are added.
+    """
+    found = leaves(pieces)
+    if keys is None:
+        return tuple(SubDim(piece.size, piece.avoid) for piece in found)
+    return tuple(SubDim(piece.size, piece.avoid, keys.setdefault(id(piece), len(keys))) for piece in found)
 
 
 def _first_difference(left: list[Piece], right: list[Piece]) -> tuple[Piece | None, Piece | None] | None:

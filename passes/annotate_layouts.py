@@ -15,7 +15,6 @@ Ensures: ``meta["layout"]`` (at rest), ``["operands"]``, ``["computed"]``, and f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -29,7 +28,7 @@ from partir.graph import gives_gradient, is_call, is_getitem, layouts_of, operan
 from partir.law import first_split, is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.passes.place_parameters import check_vectors, parameter_layout, product_error
+from partir.passes.place_parameters import check_vectors, note_of_copies, parameter_layout
 from partir.relayout import relayout
 from partir.rules.placement import Placement
 
@@ -77,7 +76,6 @@ def annotate_layouts(
         vectors: ``"balanced"`` or ``"diagonal"``.
 
     Raises:
-        LayoutError: axes do not divide a size of a product.
         MeshError: diagonal vectors on a mesh whose y and z differ.
     """
     check_vectors(vectors, mesh, placement)
@@ -150,6 +148,7 @@ class _Annotator:
             wanted = Layout.whole(results_of(node)[0], node.meta["grad"])
         if node.op == "placeholder":
             node.meta["layout"] = self._at_rest(node, wanted)
+            node.meta["notes"] = note_of_copies(self.given.parameters.get(node.name, node.name), node.meta["layout"], self.mesh)
             return
         if is_getitem(node):
             self._decide_result(cast(Node, node.args[0]), cast(int, node.args[1]), wanted)
@@ -158,8 +157,7 @@ class _Annotator:
         self._decide_result(node, 0, wanted)
 
     def _at_rest(self, node: Node, wanted: Layout) -> Layout:
-        name = self.given.parameters.get(node.name, node.name)
-        return parameter_layout(name, wanted, node.meta["grad"], self.mesh, self.placement, self.vectors)
+        return parameter_layout(wanted, node.meta["grad"], self.mesh, self.placement, self.vectors)
 
     def _decide_result(self, node: Node, index: int, wanted: Layout) -> None:
         if node.meta["layout"] is not None:
@@ -212,18 +210,8 @@ class _Annotator:
             assignment: dict[SubFactor, tuple[str, ...]] = {}
             for letter in ("k", "n", "m"):
                 axes = tuple(axis for axis in law[letter] if axis in self.mesh.names)
-                missed = place_axes(call, groups[letter], axes, assignment, self.mesh)
-                if missed and self._is_required(node, call, letter, axes):
-                    raise product_error(node, call, letter, groups[letter], axes, self.mesh)
+                place_axes(call, groups[letter], axes, assignment, self.mesh)
             yield state, assignment
-
-    def _is_required(self, node: Node, call: Call, letter: str, axes: tuple[str, ...]) -> bool:
-        """Rows made of constants alone (positions), and a table of fewer rows than ranks (token types), may stay whole."""
-        product = call.binding.product
-        assert product is not None
-        if letter == "k" and call.binding.index:
-            return math.prod(call.binding.sizes[name] for name in product.k) >= self.mesh.extent(axes)
-        return letter != "m" or bool(node.meta["from_inputs"])
 
     def _evaluate(self, node: Node, call: Call, candidate: Candidate, present: Sequence[Layout | None]) -> Choice:
         state, assignment = candidate
@@ -258,14 +246,15 @@ class _Annotator:
         node.meta["notes"] = self._notes(node, choice)
 
     def _notes(self, node: Node, choice: Choice) -> tuple[str, ...]:
-        idle = [
-            axis for axis in self.mesh.split_axes() if choice.computed and choice.computed[0].type(axis) not in "SPM"
-        ]
+        """Say what is padded, and of a product along which axes every rank does the same work."""
+        padded: tuple[str, ...] = node.meta.get("pad_notes", ())
+        used = {axis for axes in choice.assignment.values() for axis in axes}
+        idle = [axis for axis in self.mesh.split_axes() if axis not in used]
         if not choice.state or not idle:
-            return ()
-        return (
-            f"{source_line(node.meta)}: {node.name} runs whole along {', '.join(idle)}: its rows are not divisible",
-        )
+            return padded
+        times = self.mesh.extent(idle)
+        where = f"{source_line(node.meta)}: {node.name} {list(results_of(node)[0].shape)}"
+        return (*padded, f"{where}: no size is left for {', '.join(idle)}: computed {times} times, the same on these ranks")
 
     def finish(self, node: Node) -> None:
         """A parameter that nothing uses rests as if used whole."""

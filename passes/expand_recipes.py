@@ -50,7 +50,9 @@ def _split_factor(node: Node, mesh: Mesh) -> str | None:
     binding = cast(Binding, node.meta["binding"])
     assignment = node.meta.get("assignment", {})
     direct = frozenset[str]() if any(layout.grad for layout in layouts_of(node)) else binding.maxima
-    return next((factor for factor in binding.splits if factor not in direct and mesh.extent(split_axes(assignment, (factor,))) > 1), None)
+    needed = [factor for factor in binding.splits if factor not in direct]
+    padded = node.meta.get("pads", {})
+    return next((factor for factor in needed if factor in padded or mesh.extent(split_axes(assignment, (factor,))) > 1), None)
 
 
 def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
@@ -75,7 +77,8 @@ class _Expansion:
     def run(self) -> list[Node]:
         """Return one node a result, in the dtype and layout of the call's."""
         binding = cast(Binding, self.node.meta["binding"])
-        results = run_body(binding.splits[self.factor], binding, operands(self.node), self)
+        body = binding.splits[self.factor]
+        results = run_body(body, binding, operands(self.node), self, self.node.meta.get("pads"))
         values = self.node.meta["val"] if not isinstance(self.node.meta["val"], torch.Tensor) else (self.node.meta["val"],)
         return [self._finish(r, v.dtype, w) for r, v, w in zip(results, values, layouts_of(self.node))]
 

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from partir import rules
 from partir.errors import RuleError, source_line
 from partir.graph import is_call, is_getitem, operands, results_of
+from partir.pads import PAD_RULES
 from partir.rules import Binding
 from partir.subdims import Piece, avoid, frozen, leaves, tie
 
@@ -41,10 +42,11 @@ def factorise_dims(graph_module: GraphModule) -> GraphModule:
         if is_call(node):
             node.meta["binding"] = bind(node)
             factors[node] = _tie_factors(node, values)
+    keys: dict[int, int] = {}
     for node, dims in values.items():
-        node.meta["subdims"] = tuple(tuple(frozen(dim) for dim in result) for result in dims)
+        node.meta["subdims"] = tuple(tuple(frozen(dim, keys) for dim in result) for result in dims)
     for node, pieces in factors.items():
-        node.meta["factors"] = {name: frozen(dim) for name, dim in pieces.items()}
+        node.meta["factors"] = {name: frozen(dim, keys) for name, dim in pieces.items()}
         node.meta["broken"] = _broken(node, pieces, values)
     return graph_module
 
@@ -81,7 +83,9 @@ def _bound_dims(node: Node, values: dict[Node, list[Dims]]) -> list[tuple[Sequen
 
 
 def _is_consumed(name: str, binding: Binding) -> bool:
-    """A chunk or a select takes the factor apart: it shares a dim, or no result has it."""
+    """A chunk or a select takes the factor apart: it shares a dim, or no result has it. What is padded is meant to be split."""
+    if binding.rule in PAD_RULES:
+        return False
     shared = any(name in dim and len(dim) > 1 for dims in (*binding.operands, *binding.results) for dim in dims)
     kept = any(name in dim for dims in binding.results for dim in dims)
     summed = name in binding.sums or name in binding.maxima

@@ -20,12 +20,12 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.graph import is_getitem, layout_of, layouts_of, operands, outputs_of
+from partir.graph import is_getitem, layout_of, layouts_of, operands, outputs_of, replace_operands
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.relayout import relayout
 
-KEPT = ("binding", "factors", "broken", "assignment", "state", "direction", "nn_module_stack", "stack_trace")
+KEPT = ("binding", "factors", "broken", "pads", "result_pads", "assignment", "state", "direction", "nn_module_stack", "stack_trace")
 
 
 def insert_collectives(graph_module: GraphModule, mesh: Mesh, sharded_outputs: Sequence[bool]) -> GraphModule:
@@ -71,13 +71,8 @@ class _Inserter:
 
     def call(self, node: Node) -> None:
         wanted: tuple[Layout, ...] = node.meta["operands"]
-        reads = iter(
-            [
-                self.bring(self.rest[o], layout, node, "operand")
-                for o, layout in zip(operands(node), wanted)
-            ]
-        )
-        args, kwargs = _replace_operands(node, reads)
+        reads = [self.bring(self.rest[o], layout, node, "operand") for o, layout in zip(operands(node), wanted)]
+        args, kwargs = replace_operands(node, reads)
         new = self.graph.call_function(cast(Any, node.target), args, kwargs, name=node.name)
         new.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
         computed = tuple(layout.strip(self.mesh) for layout in _as_tuple(node.meta["computed"]))
@@ -143,18 +138,3 @@ def _trace_of(node: Node) -> dict[str, Any]:
 
 def _as_tuple(layout: Any) -> tuple[Layout, ...]:
     return (layout,) if isinstance(layout, Layout) else tuple(layout)
-
-
-def _replace_operands(node: Node, reads: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put each read, in schema order, where its operand stood."""
-    positions: dict[Node, list[Node]] = {}
-    for operand, read in zip(operands(node), reads):
-        positions.setdefault(operand, []).append(read)
-
-    def swap(old: Node) -> Node:
-        found = positions[old]
-        return found.pop(0) if len(found) > 1 else found[0]
-
-    args = torch.fx.map_arg(node.args, swap)
-    kwargs = torch.fx.map_arg(dict(node.kwargs), swap)
-    return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)

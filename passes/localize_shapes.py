@@ -21,15 +21,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from partir import local_ops
 from partir.errors import RuleError, VerifyError, source_line
-from partir.graph import is_call, is_collective, layout_of, layouts_of, operands, results_of
+from partir.graph import is_call, is_collective, layout_of, layouts_of, operands, results_of, with_attributes
 from partir.layout import Layout
 from partir.mesh import Mesh, use_mesh
+from partir.pads import natural_size
+from partir.passes.factorise_dims import bind
+from partir.passes.torch_ops import VIEWS
 from partir.rules import Binding
 from partir.subdims import axes_of
 
 aten = torch.ops.aten
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int, aten.view_as.default})
-
 
 def localize_shapes(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
     """Return the graph that one rank runs."""
@@ -59,6 +60,9 @@ class _Localizer:
         if binding.random:
             self._random(node)
             return
+        if node.target is torch.ops.partir_local.mask_pads.default:
+            self._mask(node)
+            return
         if node.target in VIEWS:
             self._replace(node, aten.reshape.default, (node.args[0], list(layout_of(node).local_shape(self.mesh))), {})
             return
@@ -69,14 +73,7 @@ class _Localizer:
         changed = dict(binding.localise(sizes))
         if not changed:
             return
-        schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
-        args, kwargs = list(node.args), dict(node.kwargs)
-        for name, value in changed.items():
-            if name in schema and schema.index(name) < len(args):
-                args[schema.index(name)] = value
-            else:
-                kwargs[name] = value
-        node.args, node.kwargs = tuple(args), kwargs
+        node.args, node.kwargs = with_attributes(node, node.args, node.kwargs, changed)
 
     def _lookup(self, node: Node, binding: Binding) -> bool:
         """Shift the ids to this rank's part and mask the rest, where the table is really split."""
@@ -84,15 +81,34 @@ class _Localizer:
         held = layout_of(operands(node)[table])
         dim = next(d for d, names in enumerate(binding.operands[table]) if factor in names)
         axes = tuple(a for a in held.dims[dim].all_axes if self.mesh[a] > 1)
+        size = natural_size(held.dims[dim].size, node.meta.get("pads", {}).get(factor, ()))
         if not axes:
+            self._check_index(node, ids, size, held.dims[dim].size)
             return False
         make = _LOOKUPS.get(str(cast(Any, node.target)._schema.name))
         if make is None:
             raise RuleError(f"{source_line(node.meta)}: {node.target} has no lookup on a split dim; whole {factor} in its rule.")
         read = operands(node)
-        function, args = make(binding, read[table], read[ids], ".".join(axes), dim)
+        function, args = make(binding, read[table], read[ids], ".".join(axes), dim, size)
         self._replace(node, function, args, {})
         return True
+
+    def _check_index(self, node: Node, ids: int, size: int, padded: int) -> None:
+        """An id behind the real rows would find a copy of the last one instead of an error."""
+        if size == padded:
+            return
+        index = operands(node)[ids]
+        with self.graph.inserting_before(node):
+            checked = self.graph.call_function(torch.ops.partir_local.check_index.default, (index, size))
+        checked.meta = dict(index.meta)
+        checked.meta["binding"] = bind(checked)
+        node.replace_input_with(index, checked)
+
+    def _mask(self, node: Node) -> None:
+        source, dim, *pad = cast("tuple[Any, ...]", node.args)
+        layout = layout_of(cast(Node, source))
+        text = str(Layout(layout.dtype, layout.dims, grad=layout.grad))
+        self._replace(node, local_ops.mask_pads, (source, dim, tuple(pad), text), {})
 
     def _random(self, node: Node) -> None:
         if self.seed is None:
@@ -103,6 +119,8 @@ class _Localizer:
         if make is None:
             raise RuleError(f"{source_line(node.meta)}: {node.target} has no random numbers by index.")
         function, args = make(cast(Binding, node.meta["binding"]), operands(node), self.seed, self.site, text)
+        pads = tuple(tuple((pad.block, pad.size, pad.padded) for pad in dim) for dim in node.meta.get("result_pads", ((),))[0])
+        args = (*args, pads) if any(pads) else args
         self.site += 1
         self._replace(node, function, args, {})
 
@@ -114,17 +132,17 @@ class _Localizer:
         self.graph.erase_node(node)
 
 
-def _embedding(binding: Binding, table: Node, ids: Node, axes: str, dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _embedding(binding: Binding, table: Node, ids: Node, axes: str, dim: int, size: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     padding = binding.attributes.get("padding_idx", -1)
-    return local_ops.masked_embedding, (table, ids, axes, layout_of(table).shape[0], -1 if padding is None else padding)
+    return local_ops.masked_embedding, (table, ids, axes, size, -1 if padding is None else padding)
 
 
-def _gather(binding: Binding, table: Node, ids: Node, axes: str, dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return local_ops.masked_gather, (table, dim, ids, axes, layout_of(table).shape[dim])
+def _gather(binding: Binding, table: Node, ids: Node, axes: str, dim: int, size: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return local_ops.masked_gather, (table, dim, ids, axes, size)
 
 
-def _index_select(binding: Binding, table: Node, ids: Node, axes: str, dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return local_ops.masked_index_select, (table, dim, ids, axes, layout_of(table).shape[dim])
+def _index_select(binding: Binding, table: Node, ids: Node, axes: str, dim: int, size: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return local_ops.masked_index_select, (table, dim, ids, axes, size)
 
 
 _LOOKUPS = {"aten::embedding": _embedding, "aten::gather": _gather, "aten::index_select": _index_select}

@@ -1,6 +1,6 @@
 """The order of the passes: from a module and example inputs to a program.
 
-    trace -> decompose_ops -> factorise_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
+    trace -> decompose_ops -> factorise_dims -> pad_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
     -> bucket_vectors -> name_values -> differentiate
 
 Only this file knows the order. Each pass gets a copy of the graph; what it returns is verified, timed and, at the named
@@ -26,6 +26,7 @@ from partir.mesh import Mesh
 from partir.options import Options
 from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
+from partir.passes.choose_pads import choose_pads
 from partir.passes.decompose_ops import decompose_ops
 from partir.passes.differentiate import differentiate
 from partir.passes.expand_recipes import expand_recipes
@@ -34,6 +35,7 @@ from partir.passes.insert_collectives import insert_collectives
 from partir.passes.localize_shapes import is_drawn_by_index, localize_shapes
 from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
+from partir.passes.pad_dims import pad_dims
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
 from partir.program import Program, Slot
@@ -85,12 +87,14 @@ def compile_program(
     run.texts["traced"] = graph_text(traced.graph_module)
     graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
     graph = run.pass_("factorise_dims", graph, factorise_dims)
+    law = placement(options.placement)
+    padded = choose_pads(graph, mesh, law)
+    graph = run.pass_("pad_dims", graph, lambda g: factorise_dims(pad_dims(g, padded)) if padded else g)
     _add_seed(graph)
     slots = {node.name: slot for node, slot in zip(_placeholders(graph), traced.slots)}
     dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in _placeholders(graph)}
     pinned = match_pins(options.pin, graph, {name: slot.name for name, slot in slots.items()}, mesh)
     given = _given(slots, dtypes, training, pinned, parameter_layouts or {}, input_layouts or {})
-    law = placement(options.placement)
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
     check_pins(annotated, given.layouts, mesh)
     run.texts["annotated"] = graph_text(annotated, {name: slot.name for name, slot in slots.items()})

@@ -2,35 +2,26 @@
 
     used as f[out@y, in@z]  rests f[out@y.x, in@z]      used as f[n@y]  rests f[n@y.z.x]      used as f[n@z]  rests f[n@z.x]
 
-On the parameters' DeviceMesh, ordered (data, y, z, x), each of these is a plain Shard placement; an axis that would break
-that order is left out, and the parameter is whole along it.
+On the parameters' DeviceMesh, ordered (data, y, z, x), each of these is a plain Shard placement. An axis goes innermost where that
+keeps the order, else where the order wants it (a table whose rows no axis divides rests f[50257, h@y.z.x]); an axis that divides
+no dim is left out, and the parameter is whole along it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
-from torch.fx import Node
-
-from partir.assignment import Call
-from partir.errors import LayoutError, MeshError, source_line
-from partir.layout import Dim, Layout, Part, legal_extents
+from partir.errors import MeshError
+from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.rules.placement import Placement
 
 PLAIN_ORDER = ("data", "y", "z", "x")
 
 
-def parameter_layout(
-    name: str, wanted: Layout, grad: bool, mesh: Mesh, placement: Placement, vectors: str
-) -> Layout:
-    """Return the layout at rest of a parameter whose first use wants ``wanted``.
-
-    Raises:
-        LayoutError: the weight of a product has no dim that its direction divides.
-    """
+def parameter_layout(wanted: Layout, grad: bool, mesh: Mesh, placement: Placement, vectors: str) -> Layout:
+    """Return the layout at rest of a parameter whose first use wants ``wanted``."""
     layout = replace(wanted, pending=(), varied=(), grad=grad)
     if len(wanted.dims) == 1:
         vector = _vector(layout, mesh, placement, vectors)
@@ -38,12 +29,11 @@ def parameter_layout(
             return vector
     for axis in PLAIN_ORDER[1:]:
         if axis in mesh.names and axis not in layout.split_axes:
-            layout = _append(layout, axis, mesh)
-    _check_direction(name, wanted, layout, mesh, placement)
+            layout = _append(layout, axis, mesh) or _insert(layout, axis, mesh) or layout
     return layout
 
 
-def _append(layout: Layout, axis: str, mesh: Mesh) -> Layout:
+def _append(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:
     """Split the first dim that ``axis`` divides and whose order of axes stays plain."""
     for index, dim in enumerate(layout.dims):
         axes = (*dim.all_axes, axis)
@@ -51,22 +41,29 @@ def _append(layout: Layout, axis: str, mesh: Mesh) -> Layout:
             continue
         if dim.local_size(mesh) % mesh[axis]:
             continue
-        split = Dim(dim.parts, (*dim.axes, axis))
-        return replace(layout, dims=(*layout.dims[:index], split, *layout.dims[index + 1 :]))
-    return layout
+        return _with_dim(layout, index, Dim(dim.parts, (*dim.axes, axis)))
+    return None
 
 
-def _check_direction(name: str, wanted: Layout, layout: Layout, mesh: Mesh, placement: Placement) -> None:
-    """A matrix of a product that stayed whole along its direction would be held more than once."""
-    axis = placement.direction(placement.start, "b")
-    others = [other for other in PLAIN_ORDER[1:] if other != axis and mesh[other] > 1]
-    if len(layout.dims) < 2 or mesh[axis] == 1 or axis in layout.split_axes or not set(others) <= set(wanted.split_axes):
-        return
-    local = wanted.local_shape(mesh)
-    raise LayoutError(
-        f"{name}: no dim of its block {list(local)} ({wanted}) is divisible by {axis}={mesh[axis]}, along which a weight is split "
-        f"further at rest. Legal {axis} for dim 0: {legal_extents(local[0])}."
-    )
+def _insert(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:
+    """Split the first dim without sub-dims that ``axis`` divides, among its axes."""
+    for index, dim in enumerate(layout.dims):
+        if len(dim.parts) > 1 or dim.local_size(mesh) % mesh[axis]:
+            continue
+        return _with_dim(layout, index, Dim((Part(dim.size, tuple(sorted((*dim.all_axes, axis), key=PLAIN_ORDER.index))),)))
+    return None
+
+
+def _with_dim(layout: Layout, index: int, dim: Dim) -> Layout:
+    return replace(layout, dims=(*layout.dims[:index], dim, *layout.dims[index + 1 :]))
+
+
+def note_of_copies(name: str, layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """Say where a parameter is held more than once for want of a size that an axis divides."""
+    whole = [axis for axis in PLAIN_ORDER[1:] if mesh[axis] > 1 and axis not in layout.split_axes]
+    if not whole or len(layout.dims) < 2:
+        return ()
+    return (f"{name}: no dim of {layout} is divisible by {', '.join(whole)}: held {mesh.extent(whole)} times",)
 
 
 def _vector(layout: Layout, mesh: Mesh, placement: Placement, vectors: str) -> Layout | None:
@@ -102,18 +99,3 @@ def check_vectors(vectors: str, mesh: Mesh, placement: Placement) -> None:
                 f'vectors="{vectors}" keeps vectors on the diagonal {a}={b}, so these axes need one size; '
                 f'the mesh is {mesh}. Use vectors="balanced", or a mesh with {a} == {b}.'
             )
-
-
-def product_error(
-    node: Node, call: Call, letter: str, names: Iterable[str], axes: tuple[str, ...], mesh: Mesh
-) -> LayoutError:
-    """Return the error for a product's index that its axes do not divide."""
-    words = {"m": "rows (batch, sequence)", "k": "input features", "n": "output features"}
-    sizes = [call.subdim(pair).size for pair in call.subfactors(names)]
-    shown = "*".join(str(size) for size in sizes) or "1"
-    axis = ".".join(axes)
-    legal = legal_extents(math.lcm(*sizes) if len(sizes) == 1 else max(sizes, default=1))
-    return LayoutError(
-        f"{source_line(node.meta)}: {words[letter]} {shown} of {node.target} are not divisible by {axis}={mesh.extent(axes)}. "
-        f"Legal {axis} for this model: {legal}."
-    )

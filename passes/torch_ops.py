@@ -6,6 +6,19 @@ from typing import Any, TypeGuard
 
 import torch
 
+aten = torch.ops.aten
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.view_copy.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.view_as.default,
+    }
+)
+
 
 def is_op(target: Any) -> TypeGuard[Any]:
     """Tell whether a target is one overload of an operator, such as ``torch.ops.aten.add.Tensor``."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from partir.errors import RuleError
+from partir.pads import Pads, natural_size
 from partir.rules import expressions as ex
 from partir.rules.binding import Binding, Body, Dims
 from partir.rules.ops import is_overload, overloads
@@ -53,16 +54,19 @@ class Value:
     dims: Dims
 
 
-def run_body(body: Body, binding: Binding, operands: Sequence[Any], backend: Backend) -> tuple[Any, ...]:
+def run_body(
+    body: Body, binding: Binding, operands: Sequence[Any], backend: Backend, pads: Mapping[str, Pads] | None = None
+) -> tuple[Any, ...]:
     """Return the results of a recipe, each with the dims that `binding.results` gives it.
 
     Args:
         operands: the backend's value of every operand of the binding, in order (local blocks).
+        pads: the pads of factors that have some: sums mask them and sizes do not count them.
     """
     names: dict[str, Any] = dict(binding.attributes)
     for name, handle, dims in zip(binding.names, operands, binding.operands, strict=True):
         names[name] = Value(handle, dims)
-    run = _Run(binding, names, backend)
+    run = _Run(binding, names, backend, pads or {})
     for name, expression in body.statements:
         names[name] = run.value(expression)
     return tuple(run.shaped(names[name], dims) for name, dims in zip(body.results, binding.results, strict=True))
@@ -73,6 +77,7 @@ class _Run:
     binding: Binding
     names: Mapping[str, Any]
     backend: Backend
+    pads: Mapping[str, Pads]
 
     def value(self, expression: ex.Expression) -> Any:
         """Return a Value, or a plain number, None for an absent operand."""
@@ -82,7 +87,7 @@ class _Run:
             case ex.Name(name):
                 return self.names.get(name)
             case ex.Lookup("size", factors):
-                return prod(self.binding.sizes[factor] for factor in factors)
+                return prod(natural_size(self.binding.sizes[factor], self.pads.get(factor, ())) for factor in factors)
             case ex.Lookup("epsilon", (name,)):
                 return torch.finfo(self.backend.dtype(self.names[name].handle)).eps
             case ex.Reduce(kind, factors, inner):
@@ -120,9 +125,20 @@ class _Run:
         if kind == "max":
             handle = self.backend.call(aten.amax.default, self.backend.call(aten.detach.default, handle), dims, True)
         elif dims:
+            for place in dims:
+                handle = self._mask(handle, place, value.dims[place])
             handle = self.backend.call(aten.sum.dim_IntList, handle, dims, True)
         reduced = self.backend.reduce(kind, factors, handle)
         return Value(reduced, tuple(() if place in dims else dim for place, dim in enumerate(value.dims)))
+
+    def _mask(self, handle: Any, place: int, names: tuple[str, ...]) -> Any:
+        behind = 1
+        for name in reversed(names):
+            for pad in self.pads.get(name, ()):
+                arguments = (place, pad.block * behind, pad.size, pad.padded)
+                handle = self.backend.call(torch.ops.partir_local.mask_pads.default, handle, *arguments)
+            behind *= self.binding.sizes[name]
+        return handle
 
     def convert(self, value: Value, dtype: Any) -> Value:
         if dtype is None or dtype == self.backend.dtype(value.handle):
