@@ -10,7 +10,7 @@ ops that need a dim whole get it without its pad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,6 +94,21 @@ def zero_pads(x: Tensor, dim: int, index: Tensor, pads: Pads) -> Tensor:
     shape = [1] * x.dim()
     shape[dim] = -1
     return x.masked_fill(~is_real(index, pads).view(shape), 0)
+
+
+def cut(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the leading part of `x`: a whole tensor without the pads behind its dims."""
+    for dim, size in enumerate(shape):
+        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
+    return x
+
+
+def extend(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `x` with zeros behind its dims up to `shape`: the cotangent of `cut`."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    widths = [width for size, wanted in zip(reversed(x.shape), reversed(shape)) for width in (0, wanted - size)]
+    return torch.nn.functional.pad(x, widths)
 
 
 _LIBRARY = cast(Any, torch.library).Library("partir_local", "FRAGMENT")

@@ -31,7 +31,7 @@ class Slot:
         name: the dotted name of a parameter or buffer, or the name of an input or output.
         kind: what it is.
         layout: its layout at rest; for an output, the layout in which it leaves.
-        shape: global shape.
+        shape: global shape; smaller than the layout's where the blocks of an output are padded.
         dtype: torch dtype.
         differentiable: an input that gets a gradient, or an output that has one.
     """
@@ -46,6 +46,15 @@ class Slot:
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of one rank's block."""
         return tuple(self.layout.local_shape(mesh))
+
+    def real_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """Return the shape of what is no pad in a rank's block."""
+        local = self.local_shape(mesh)
+        if self.layout.shape == self.shape:
+            return local
+        place = mesh.coordinate(rank)
+        starts = [place[dim.all_axes[0]] * held if dim.all_axes else 0 for dim, held in zip(self.layout.dims, local)]
+        return tuple(max(0, min(held, size - start)) for held, size, start in zip(local, self.shape, starts))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ stages, printed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from partir.passes.differentiate import differentiate
 from partir.passes.expand_recipes import expand_recipes
 from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.insert_collectives import insert_collectives
+from partir.passes.leave_padded import leave_padded
 from partir.passes.localize_shapes import is_drawn_by_index, localize_shapes
 from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
@@ -99,6 +100,8 @@ def compile_program(
     check_pins(annotated, given.layouts, mesh)
     run.texts["annotated"] = graph_text(annotated, {name: slot.name for name, slot in slots.items()})
     sharded = _sharded_outputs(annotated, traced, options.outputs, training)
+    shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
+    annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, mesh, sharded))
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh), "lowered")
@@ -106,7 +109,7 @@ def compile_program(
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
     inputs = _input_slots(lowered, slots, _with_gradient(annotated) if training else frozenset())
-    outputs = _output_slots(lowered, annotated, traced, training)
+    outputs = _output_slots(lowered, shapes, traced, training)
     derived = run.time("differentiate", lambda: differentiate(lowered, mesh, inputs, outputs, options.memory, training))
     run.texts["forward"] = graph_text(derived.forward)
     run.texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""
@@ -228,14 +231,14 @@ def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], reached: 
     return tuple(found)
 
 
-def _output_slots(lowered: GraphModule, annotated: GraphModule, traced: Traced, training: bool) -> tuple[Slot, ...]:
+def _output_slots(lowered: GraphModule, shapes: Sequence[tuple[int, ...]], traced: Traced, training: bool) -> tuple[Slot, ...]:
     found: list[Slot] = []
     buffers = dict(traced.mutated_buffers)
-    for index, (value, source) in enumerate(zip(outputs_of(lowered), outputs_of(annotated))):
+    for index, (value, shape) in enumerate(zip(outputs_of(lowered), shapes)):
         layout = layout_of(value)
         name = buffers.get(index, f"output[{index}]")
         wanted = training and layout.grad and index not in buffers
-        found.append(Slot(name, "output", layout, layout.shape, source.meta["val"].dtype, wanted))
+        found.append(Slot(name, "output", layout, shape, value.meta["val"].dtype, wanted))
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from partir.blocks import is_owner, shard
 from partir.errors import PartirError, RankError
+from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.bind_collectives import bind_collectives
 from partir.runtime.groups import Groups
@@ -79,14 +80,19 @@ class DistributedProgram:
         return block.contiguous()
 
     def _wrap(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return [block if spec is None else make_dtensor(block, spec) for block, spec in zip(blocks, self._specs)]
+        named = zip(blocks, self._specs, self.program.outputs)
+        return [block if spec is None else make_dtensor(self._real(block, slot), spec) for block, spec, slot in named]
+
+    def _real(self, block: Tensor, slot: Slot) -> Tensor:
+        shape = slot.real_shape(self.mesh, self.rank)
+        return block if tuple(block.shape) == shape else cut(block, shape).contiguous()
 
     def _output_spec(self, slot: Slot, groups: Groups) -> Any:
         return self._spec(slot, groups) if slot.layout.strip(self.mesh).split_axes else None
 
     def _spec(self, slot: Slot, groups: Groups) -> Any:
         layout = slot.layout.strip(self.mesh)
-        return layout_spec(layout, slot.dtype, groups.device_mesh(layout))
+        return layout_spec(layout, slot.dtype, groups.device_mesh(layout), slot.shape)
 
     @contextmanager
     def _one_for_all(self, stage: str) -> Generator[None]:
@@ -111,9 +117,11 @@ class DistributedProgram:
             elif spec is None:
                 tangents.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
             elif isinstance(grad, DTensor):
-                tangents.append(local_of(grad.redistribute(spec.mesh, spec.placements)).contiguous())
+                block = local_of(grad.redistribute(spec.mesh, spec.placements))
+                tangents.append(extend(block, slot.local_shape(self.mesh)).contiguous())
             else:
-                tangents.append(shard(grad, slot.layout.strip(self.mesh), self.mesh, self.rank).contiguous())
+                whole = extend(grad, slot.layout.shape)
+                tangents.append(shard(whole, slot.layout.strip(self.mesh), self.mesh, self.rank).contiguous())
         return tangents
 
     def _gradient(self, block: Tensor, slot: Slot, spec: Any, place: int) -> Tensor:

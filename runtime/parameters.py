@@ -70,9 +70,11 @@ def placements(layout: Layout, device_mesh: DeviceMesh) -> tuple[Placement, ...]
     return tuple(found.get(name, Replicate()) for name in names)
 
 
-def layout_spec(layout: Layout, dtype: torch.dtype, device_mesh: DeviceMesh) -> DTensorSpec:
-    """Return torch's description of a tensor laid out by `layout`."""
-    return make_spec(layout.shape, dtype, device_mesh, placements(layout, device_mesh))
+def layout_spec(
+    layout: Layout, dtype: torch.dtype, device_mesh: DeviceMesh, shape: tuple[int, ...] | None = None
+) -> DTensorSpec:
+    """Return torch's description of a tensor laid out by `layout`; `shape` is its own where the layout has pads."""
+    return make_spec(shape or layout.shape, dtype, device_mesh, placements(layout, device_mesh))
 
 
 class Parameters:

@@ -21,6 +21,7 @@ from partir.blocks import gather, shard
 from partir.errors import PartirError, VerifyError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.lockstep_collectives import Column
 from partir.runtime.run_lockstep import LockstepGraph
@@ -134,13 +135,14 @@ class SimulatedProgram:
     def _run_backward(self, saved: list[Column], tangents: Sequence[Tensor]) -> list[Column | None]:
         assert self._backward is not None, "the program has no backward"
         mesh, slots = self.program.mesh, self.program.tangents()
-        columns = [shard_all(tangent, slot.layout, mesh) for tangent, slot in zip(tangents, slots, strict=True)]
+        whole = [extend(tangent, slot.layout.shape) for tangent, slot in zip(tangents, slots, strict=True)]
+        columns = [shard_all(tangent, slot.layout, mesh) for tangent, slot in zip(whole, slots, strict=True)]
         return self._backward.run([*saved, *columns])
 
     def _assemble(self, slot: Slot, column: Column) -> Tensor:
         if self.check_ranks:
             check_ranks_agree(slot, column, self.program.mesh)
-        return assemble(column, slot.layout, self.program.mesh)
+        return cut(assemble(column, slot.layout, self.program.mesh), slot.shape)
 
 
 class _Run(torch.autograd.Function):
