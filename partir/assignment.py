@@ -52,13 +52,13 @@ class Call:
     def of(cls, node: Node, grad: bool) -> Call:
         """Return the call that a factorised node makes; ``grad``: its results have gradients."""
         binding = cast(Binding, node.meta["binding"])
-        unsplit = binding.whole | node.meta["broken"]
+        unsplit = binding.unsplit | (node.meta["broken"] - set(binding.splits))
         if grad:
             unsplit |= frozenset(name for name in binding.maxima if name not in binding.splits)
         inputs = tuple(operand.meta["val"] for operand in operands(node))
         grads = tuple(bool(operand.meta["grad"]) for operand in operands(node))
         maxima = frozenset[str]() if grad else binding.maxima
-        return cls(binding, node.meta["factors"], frozenset(unsplit - set(binding.splits)), maxima, inputs, results_of(node), grads)
+        return cls(binding, node.meta["factors"], unsplit, maxima, inputs, results_of(node), grads)
 
     def subfactors(self, names: Iterable[str]) -> list[SubFactor]:
         """Return the (factor, sub-dim) pairs of factors, in order."""

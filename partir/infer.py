@@ -86,7 +86,7 @@ def _call(
         if [id(p) for p in wanted] != [id(p) for p in leaves(dim)]:
             broken.update(names)
     maxima = frozenset[str]() if grad else binding.maxima
-    unsplit = binding.whole | broken | (binding.maxima - maxima)
+    unsplit = (binding.whole - binding.offsets) | broken | (binding.maxima - maxima)
     splits = frozenset(binding.splits) - maxima
     unsplit = unsplit - splits if recipes else unsplit | splits
     inputs = tuple(torch.empty(layout.shape, dtype=DTYPES[layout.dtype], device="meta") for layout in layouts)

@@ -161,6 +161,22 @@ def _dim_index(dim: Dim, mesh: Mesh, device: torch.device) -> Tensor:
     return index
 
 
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, rows: str, pads: PadNumbers, scale: float | None, groups: bool
+) -> Tensor:
+    """Return causal attention of this rank's rows: row i of the whole query sees columns 0 to i.
+
+    Args:
+        query: `[*, L_local, E]`.
+        key, value: `[*, S, E]`, `[*, S, V]`, whole in S.
+        rows: layout of the query's rows, `"f32[16@z]"`; pads: theirs.
+        groups: whether several query heads share a key head.
+    """
+    index = global_index(Layout.parse(rows), query.device, pads)
+    visible = torch.arange(key.shape[-2], device=query.device) <= index.unsqueeze(-1)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, scale=scale, enable_gqa=groups)
+
+
 def _shift(bits: Tensor, places: int) -> Tensor:
     """Shift right, filling with zeros: torch's shift fills with the sign."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

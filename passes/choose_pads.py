@@ -51,7 +51,7 @@ def _ask(chooser: _Chooser, node: Node, placement: Placement, state: str) -> Non
 def _subdims(node: Node, names: Sequence[str]) -> list[SubDim]:
     """Return the sub-dims of a product's index that axes may split, those taken apart elsewhere last."""
     binding: Binding = node.meta["binding"]
-    unsplit = (binding.whole | node.meta["broken"]) - set(binding.splits)
+    unsplit = binding.unsplit | node.meta["broken"]
     indexed = {factor for _, _, factor in binding.index}
     found: list[SubDim] = []
     for name in names:

@@ -60,6 +60,8 @@ class _Localizer:
         if binding.random:
             self._random(node)
             return
+        if binding.offsets and self._offset(node, binding):
+            return
         if node.target is torch.ops.partir_local.mask_pads.default:
             self._mask(node)
             return
@@ -104,6 +106,18 @@ class _Localizer:
         checked.meta["binding"] = bind(checked)
         node.replace_input_with(index, checked)
 
+    def _offset(self, node: Node, binding: Binding) -> bool:
+        """Let an op that counts from the start of a dim count from where this rank's part begins."""
+        sizes = local_factor_sizes(binding, node, self.mesh)
+        if not any(factor in sizes or factor in node.meta.get("pads", {}) for factor in binding.offsets):
+            return False
+        make = _OFFSETS.get(str(cast(Any, node.target)._schema.name))
+        if make is None:
+            raise RuleError(f"{source_line(node.meta)}: {node.target} cannot begin inside a dim; `whole` in its rule, not `offset`.")
+        function, args = make(binding, operands(node), layout_of(node), pad_numbers(node))
+        self._replace(node, function, args, {})
+        return True
+
     def _mask(self, node: Node) -> None:
         source, dim, *pad = cast("tuple[Any, ...]", node.args)
         layout = layout_of(cast(Node, source))
@@ -119,8 +133,8 @@ class _Localizer:
         if make is None:
             raise RuleError(f"{source_line(node.meta)}: {node.target} has no random numbers by index.")
         function, args = make(cast(Binding, node.meta["binding"]), operands(node), self.seed, self.site, text)
-        pads = tuple(tuple((pad.block, pad.size, pad.padded) for pad in dim) for dim in node.meta.get("result_pads", ((),))[0])
-        args = (*args, pads) if any(pads) else args
+        pads = pad_numbers(node)
+        args = (*args, pads) if pads else args
         self.site += 1
         self._replace(node, function, args, {})
 
@@ -158,6 +172,25 @@ _RANDOM = {"aten::dropout": _dropout}
 def is_drawn_by_index(node: Node) -> bool:
     """Return whether the random numbers of a call can be drawn by global index."""
     return str(cast(Any, node.target)._schema.name) in _RANDOM
+
+
+def _attention(
+    binding: Binding, read: list[Node], layout: Layout, pads: local_ops.PadNumbers
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    dim = len(layout.dims) - 2
+    rows = str(Layout(layout.dtype, (layout.dims[dim],), grad=False))
+    scale, groups = binding.attributes.get("scale"), bool(binding.attributes.get("gqa") or binding.attributes.get("enable_gqa"))
+    return local_ops.causal_attention, (*read, rows, (pads[dim],) if pads else (), scale, groups)
+
+
+_OFFSETS = {"aten::scaled_dot_product_attention": _attention}
+
+
+def pad_numbers(node: Node) -> local_ops.PadNumbers:
+    """Return for each dim of a call's (first) result the (block, size, padded) of its pads; `()` where none has any."""
+    pads = node.meta.get("result_pads", ((),))[0]
+    numbers = tuple(tuple((pad.block, pad.size, pad.padded) for pad in dim) for dim in pads)
+    return numbers if any(numbers) else ()
 
 
 def local_factor_sizes(binding: Binding, node: Node, mesh: Mesh) -> dict[str, int]:

@@ -105,7 +105,7 @@ class _Padder:
 
     def _allowed(self, node: Node, binding: Binding) -> frozenset[str]:
         """Return the call's factors that may have pads: an op that needs a factor whole needs it without."""
-        unsplit = (binding.whole | node.meta["broken"]) - set(binding.splits)
+        unsplit = binding.unsplit | node.meta["broken"]
         indexed = {factor for _, _, factor in binding.index}
         found: set[str] = set()
         for name, subdims in node.meta["factors"].items():

@@ -48,6 +48,7 @@ class Binding:
     attributes: the value of each attribute, by the rule's name (by the schema's for
         arguments that the rule leaves out); schema_names: rule's name -> schema's.
     sizes: the global size of each factor.
+    offsets: those of `whole` whose parts a rank can compute after all, from where its part begins.
     whole, sums, maxima: factors that stay whole, or leave pending sums or maxima when split; all others are free.
     once: (operand, factors): where one of them is split only the first rank uses the operand.
     index: (ids operand, table operand, factor).
@@ -66,6 +67,7 @@ class Binding:
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     schema_names: Mapping[str, str] = field(default_factory=dict[str, str])
     whole: frozenset[str] = frozenset()
+    offsets: frozenset[str] = frozenset()
     sums: frozenset[str] = frozenset()
     maxima: frozenset[str] = frozenset()
     once: tuple[tuple[int, frozenset[str]], ...] = ()
@@ -78,6 +80,11 @@ class Binding:
     linear_groups: tuple[frozenset[int], ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     flops_expression: Expression | None = None
+
+    @cached_property
+    def unsplit(self) -> frozenset[str]:
+        """Factors that no rank may hold in part, whatever is put in the op's place."""
+        return self.whole - self.offsets - frozenset(self.splits)
 
     @cached_property
     def free(self) -> frozenset[str]:

@@ -83,7 +83,7 @@ class _Binder:
         result_names = self._match_results(results)
         operands, outputs, sizes, whole = self._solve()
         self.sizes = sizes
-        sums, maxima, rest = (self._factors(kind) for kind in ("sum", "max", "whole"))
+        sums, maxima, rest, offsets = (self._factors(kind) for kind in ("sum", "max", "whole", "offset"))
         linear = self._linear()
         return Binding(
             rule=self.rule.name,
@@ -95,7 +95,8 @@ class _Binder:
             sizes=sizes,
             attributes=self._plain_attributes(schema_names),
             schema_names=schema_names,
-            whole=whole | rest,
+            whole=whole | rest | offsets,
+            offsets=offsets,
             sums=sums,
             maxima=maxima,
             once=tuple((place, self._known(clause.factors)) for clause in self._of(sx.Once) for place in self._places(clause.operand)),

@@ -51,7 +51,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Factors:
-    """``sum k``, ``max k``, ``whole k``, ``free k``: what splitting a factor means, when the condition holds."""
+    """``sum k``, ``max k``, ``whole k``, ``free k``, ``offset k``: what splitting a factor means, when the condition holds."""
 
     kind: str
     factors: tuple[str, ...]

@@ -103,6 +103,9 @@ class ToSyntax(Transformer[Token, Any]):
     def free_clause(self, factors: Any, condition: Any) -> sx.Factors:
         return sx.Factors("free", factors, condition)
 
+    def offset_clause(self, factors: Any, condition: Any) -> sx.Factors:
+        return sx.Factors("offset", factors, condition)
+
     def once_clause(self, operand: Token, factors: Any) -> sx.Once:
         return sx.Once(operand, factors)
 
