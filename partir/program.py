@@ -9,7 +9,7 @@ only through them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,6 +34,8 @@ class Slot:
         shape: global shape; smaller than the layout's where the blocks of an output are padded.
         dtype: torch dtype.
         differentiable: an input that gets a gradient, or an output that has one.
+        reaches: the outputs, by number, through which an input gets its gradient; without a cotangent for one of them it gets none;
+            None: through any.
     """
 
     name: str
@@ -42,6 +44,11 @@ class Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = False
+    reaches: tuple[int, ...] | None = None
+
+    def gets_gradient(self, cotangents: Sequence[object]) -> bool:
+        """Return whether an input gets a gradient from these cotangents, None for an output that the loss does not read."""
+        return self.reaches is None or any(cotangents[number] is not None for number in self.reaches)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of one rank's block."""

@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from partir.errors import source_line
 from partir.graph import is_getitem, operands, outputs_of, replace_operands, results_of, with_attributes
 from partir.pads import Pad, Pads
-from partir.passes.torch_ops import VIEWS
+from partir.passes.torch_ops import VIEWS, name_of
 from partir.rules import Binding
 from partir.subdims import SubDim
 
@@ -196,7 +196,7 @@ class _Padder:
         self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, name: str | None = None
     ) -> Node:
         """Write a call on behalf of a node of the old graph."""
-        new = self.graph.call_function(target, args, kwargs or {}, name=name)
+        new = self.graph.call_function(target, args, kwargs or {}, name=name or name_of(target).partition("::")[2])
         new.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
         filled = torch.fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
         with _mode_of(node), torch.no_grad():

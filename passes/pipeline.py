@@ -108,7 +108,7 @@ def compile_program(
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
-    inputs = _input_slots(lowered, slots, _with_gradient(annotated) if training else frozenset())
+    inputs = _input_slots(lowered, slots, _outputs_reached(annotated) if training else {})
     outputs = _output_slots(lowered, shapes, traced, training)
     derived = run.time("differentiate", lambda: differentiate(lowered, mesh, inputs, outputs, options.memory, training))
     run.texts["forward"] = graph_text(derived.forward)
@@ -206,28 +206,30 @@ def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: str, train
     return [blocks and shape != () and index < traced.num_outputs for index, shape in enumerate(shapes)]
 
 
-def _with_gradient(annotated: GraphModule) -> frozenset[str]:
-    """Return the names of the values from which an output can be differentiated; the rest keep ``grad`` None, as on one device.
+def _outputs_reached(annotated: GraphModule) -> dict[str, tuple[int, ...]]:
+    """Return for each placeholder the outputs that can be differentiated with respect to it; from none ``grad`` stays None.
 
     A gathered bucket would give zeros to a member that has no gradient, and an optimizer decays what has zeros.
     """
-    outputs = {cast(Node, value) for value in outputs_of(annotated)}
-    reached: set[Node] = set()
+    reached: dict[Node, set[int]] = {}
+    for number, value in enumerate(outputs_of(annotated)):
+        reached.setdefault(cast(Node, value), set()).add(number)
     for node in reversed(annotated.graph.nodes):
-        has_gradient = node.meta.get("grad") or any(node.meta.get("grads", ()))
-        if has_gradient and (node in outputs or any(user in reached for user in node.users)):
-            reached.add(node)
-    return frozenset(node.name for node in reached)
+        if not (node.meta.get("grad") or any(node.meta.get("grads", ()))):
+            reached[node] = set()
+            continue
+        reached.setdefault(node, set()).update(*(reached.get(user, set()) for user in node.users))
+    return {node.name: tuple(sorted(reached[node])) for node in _placeholders(annotated)}
 
 
-def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], reached: frozenset[str]) -> tuple[Slot, ...]:
+def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], reached: Mapping[str, tuple[int, ...]]) -> tuple[Slot, ...]:
     found: list[Slot] = []
     for node in _placeholders(lowered):
         layout = layout_of(node)
         slot = slots.get(node.name)
         name, kind = (slot.name, slot.kind) if slot else ("seed", "seed")
-        wanted = bool(slot and slot.requires_grad and node.name in reached)
-        found.append(Slot(name, cast(Any, kind), layout, layout.shape, node.meta["val"].dtype, wanted))
+        reaches = reached.get(node.name, ()) if slot and slot.requires_grad else ()
+        found.append(Slot(name, cast(Any, kind), layout, layout.shape, node.meta["val"].dtype, bool(reaches), reaches))
     return tuple(found)
 
 

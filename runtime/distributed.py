@@ -20,6 +20,7 @@ from partir.errors import PartirError, RankError
 from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.bind_collectives import bind_collectives
+from partir.runtime.derivatives import first_derivative_only
 from partir.runtime.groups import Groups
 from partir.runtime.parameters import layout_spec, local_block
 from partir.runtime.torch_dtensor import local_of, make_dtensor, spec_of
@@ -156,7 +157,7 @@ class _Run(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         distributed = cast(DistributedProgram, ctx.distributed)
         for name, t, version, held in ctx.versions:  # held: off the diagonal the block that ran is a stand-in
@@ -166,7 +167,8 @@ class _Run(torch.autograd.Function):
         with distributed._one_for_all("backward"):  # pyright: ignore[reportPrivateUsage]
             tangents = distributed._local_tangents(grads)  # pyright: ignore[reportPrivateUsage]
             gradients = cast(Any, distributed.backward)(*saved, *tangents)
-            return None, *_wrap_gradients(distributed, gradients, ctx, [*saved, *tangents])
+            wanted = [gradient if slot.gets_gradient(grads) else None for gradient, slot in zip(gradients, distributed.program.inputs)]
+            return None, *_wrap_gradients(distributed, wanted, ctx, [*saved, *tangents])
 
 
 def _wrap_gradients(

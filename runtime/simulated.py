@@ -23,6 +23,7 @@ from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.pads import cut, extend
 from partir.program import Program, Slot
+from partir.runtime.derivatives import first_derivative_only
 from partir.runtime.lockstep_collectives import Column
 from partir.runtime.run_lockstep import LockstepGraph
 
@@ -167,7 +168,7 @@ class _Run(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         simulated = cast(SimulatedProgram, ctx.simulated)
         program, unique = simulated.program, ctx.saved_tensors
@@ -183,7 +184,7 @@ class _Run(torch.autograd.Function):
             columns = simulated._run_backward(saved, tangents)  # pyright: ignore[reportPrivateUsage]
             needs = ctx.needs_input_grad[1:]
             gradients = tuple(
-                assemble(column, slot.layout, program.mesh) if column is not None and need else None
+                assemble(column, slot.layout, program.mesh) if column is not None and need and slot.gets_gradient(grads) else None
                 for column, slot, need in zip(columns, program.inputs, needs, strict=True)
             )
         return None, *gradients

@@ -51,15 +51,6 @@ def test_meshes(mesh: Any, message: str) -> None:
     partir.parallelize(mlp(), mesh={"x": 2, "y": 2})(torch.randn(24, 24))
 
 
-def test_sizes_that_axes_do_not_divide() -> None:
-    text = refused(LayoutError, mlp(hidden=30), torch.randn(24, 24), (1, 4, 1))
-    assert "(0)" in text and "output features 30 of aten.linear" in text
-    assert "not divisible by y=4" in text and "Legal y for this model: 1, 2, 3, 5, 6, 10, 15, 30" in text
-    text = refused(LayoutError, mlp(), torch.randn(7, 24), (4, 1, 1))
-    assert "rows (batch, sequence) 7" in text and "not divisible by x=4" in text and "1, 7" in text
-    partir.parallelize(mlp(hidden=32), mesh=(1, 4, 1))(torch.randn(8, 24))
-
-
 def test_an_op_without_a_rule() -> None:
     class Singular(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

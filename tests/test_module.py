@@ -194,3 +194,32 @@ def test_buffers_are_written_back() -> None:
     torch.testing.assert_close(model(x), twin(x))
     torch.testing.assert_close(model.running_mean, twin.running_mean)
     assert int(cast(Tensor, model.num_batches_tracked)) == 1
+
+
+class TwoHeads(nn.Module):
+    """Two linears; the loss of a caller may read one result only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.ignored = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.read(x).sum(), self.ignored(x)
+
+
+def test_what_feeds_an_ignored_output_keeps_no_gradient() -> None:
+    """As on one device: an optimizer would decay a parameter whose gradient is zeros instead of None."""
+    model = partir.parallelize(TwoHeads(), (2, 2, 1))
+    loss, _ = model(torch.randn(8, 8))
+    loss.backward()
+    assert model.read.weight.grad is not None and model.ignored.weight.grad is None
+    loss, other = model(torch.randn(8, 8))
+    (loss + other.sum()).backward()
+    assert model.ignored.weight.grad is not None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model = partir.parallelize(TwoHeads(), (2, 1, 1))
+    loss, _ = model(torch.randn(8, 8))
+    with pytest.raises(partir.PartirError, match="no second derivative"):
+        torch.autograd.grad(loss, [model.read.weight], create_graph=True)
