@@ -209,7 +209,7 @@ class TwoHeads(nn.Module):
 
 def test_what_feeds_an_ignored_output_keeps_no_gradient() -> None:
     """As on one device: an optimizer would decay a parameter whose gradient is zeros instead of None."""
-    model = partir.parallelize(TwoHeads(), (2, 2, 1))
+    model = parallelize(TwoHeads(), (2, 2, 1))
     loss, _ = model(torch.randn(8, 8))
     loss.backward()
     assert model.read.weight.grad is not None and model.ignored.weight.grad is None
@@ -219,7 +219,7 @@ def test_what_feeds_an_ignored_output_keeps_no_gradient() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    model = partir.parallelize(TwoHeads(), (2, 1, 1))
+    model = parallelize(TwoHeads(), (2, 1, 1))
     loss, _ = model(torch.randn(8, 8))
-    with pytest.raises(partir.PartirError, match="no second derivative"):
+    with pytest.raises(PartirError, match="no second derivative"):
         torch.autograd.grad(loss, [model.read.weight], create_graph=True)
