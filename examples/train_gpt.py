@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,18 +87,20 @@ def draw_batches(corpus: Tensor, steps: int, batch: int, seq: int) -> Iterator[T
 
 @dataclass
 class Trainee:
-    """A model with its optimizer and the losses so far."""
+    """A model with its optimizer and the losses so far; an eager one is to draw what the parallelized one draws."""
 
     name: str
     model: nn.Module
     lr: float
+    eager: bool = False
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.lr)
 
     def step(self, ids: Tensor) -> None:
-        loss = self.model(ids, labels=ids)
+        with partir.same_randomness(torch.initial_seed(), len(self.losses)) if self.eager else nullcontext():
+            loss = self.model(ids, labels=ids)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -176,7 +179,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     model = partir.parallelize(model, mesh=mesh, memory=arguments.memory)
     trainees = [Trainee(f"mesh {mesh}", model, arguments.lr)]
     if twin is not None:
-        trainees.append(Trainee("one device", twin, arguments.lr))
+        trainees.append(Trainee("one device", twin, arguments.lr, eager=True))
 
     start = time.perf_counter()
     train(trainees, batches, arguments.steps, device)

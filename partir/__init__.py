@@ -4,6 +4,7 @@
 """
 
 from partir.api import full_state_dict, parallelize
+from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import PartirError
 from partir.layout import Layout
@@ -29,5 +30,6 @@ __all__ = [
     "plan",
     "record_communication",
     "rule",
+    "same_randomness",
     "verify",
 ]

@@ -51,7 +51,8 @@ def parallelize(
             and gradients are recorded.
         check_inputs: compare the inputs' contents between ranks at the "first" call of a signature, "always" or "never".
         pin: layouts by name pattern, `{"blocks.*.fc1.weight": "f[out@y.x, in@z]"}`.
-        rng: "exact", the only one so far: the same random numbers on every mesh.
+        rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
+            drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from partir.api import parallelize
+from partir.eager_randomness import same_randomness
 from partir.errors import PartirError, VerifyError
 from partir.mesh import Mesh
 from partir.module import parallelized
@@ -27,7 +29,6 @@ class Report:
 
     Args:
         mesh: the simulated mesh.
-        reference: what it was compared with.
         loss: relative difference of the loss.
         outputs: of each output.
         gradients: of each parameter's gradient, by name.
@@ -35,7 +36,6 @@ class Report:
     """
 
     mesh: Mesh
-    reference: str
     loss: float
     outputs: tuple[float, ...]
     gradients: Mapping[str, float]
@@ -49,7 +49,7 @@ class Report:
     def __str__(self) -> str:
         rows = [("loss", self.loss), *((f"output {i}", d) for i, d in enumerate(self.outputs)), *self.gradients.items()]
         width = max(len(name) for name, _ in rows)
-        head = f"mesh {self.mesh} against {self.reference}, float64, largest relative differences"
+        head = f"mesh {self.mesh} against one device, float64, largest relative differences"
         return "\n".join([head, *(f"  {name:<{width}}  {value:.2e}" for name, value in rows)])
 
 
@@ -66,8 +66,8 @@ def verify(
 ) -> Report:
     """Run a copy of a module on one device and on a simulated mesh, in float64, and compare them.
 
-    The loss is the first 0-d output that has a gradient, else a weighted sum of all outputs. A model that draws random
-    numbers is compared with itself on mesh (1, 1, 1), where it draws the same ones.
+    The loss is the first 0-d output that has a gradient, else a weighted sum of all outputs. Where the model draws random
+    numbers, one device draws them under `partir.same_randomness`.
 
     Args:
         model: a module with weights; it is left as it is.
@@ -86,10 +86,9 @@ def verify(
     parallel = parallelize(_double(model), mesh, **cast(Any, options))
     ours = _run(parallel, args, kwargs)
     random = any(slot.kind == "seed" for program in parallelized(parallel).programs() for slot in program.inputs)
-    single = parallelize(_double(model), (1, 1, 1), **cast(Any, options)) if random else _double(model)
-    theirs = _run(single, args, kwargs)
-    reference = "mesh (1, 1, 1)" if random else "one device"
-    report = _compare(Mesh.parse(mesh), reference, ours, theirs, tolerance)
+    with same_randomness(torch.initial_seed()) if random else nullcontext():
+        theirs = _run(_double(model), args, kwargs)
+    report = _compare(Mesh.parse(mesh), ours, theirs, tolerance)
     _raise_on_difference(report)
     return report
 
@@ -156,7 +155,7 @@ def relative_difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     return difference / max(float(b.abs().max()), scale) if difference else 0.0
 
 
-def _compare(mesh: Mesh, reference: str, ours: _Result, theirs: _Result, tolerance: float) -> Report:
+def _compare(mesh: Mesh, ours: _Result, theirs: _Result, tolerance: float) -> Report:
     known = [g for g in theirs.gradients.values() if g is not None]
     scale = 1e-6 * max([float(g.abs().max()) for g in known if g.numel()], default=0.0)
     gradients: dict[str, float] = {}
@@ -168,7 +167,7 @@ def _compare(mesh: Mesh, reference: str, ours: _Result, theirs: _Result, toleran
             continue
         gradients[name] = relative_difference(found, expected, scale)
     outputs = tuple(relative_difference(a, b) for a, b in zip(ours.outputs, theirs.outputs, strict=True))
-    return Report(mesh, reference, relative_difference(ours.loss, theirs.loss), outputs, gradients, tolerance)
+    return Report(mesh, relative_difference(ours.loss, theirs.loss), outputs, gradients, tolerance)
 
 
 def _raise_on_difference(report: Report) -> None:
@@ -177,6 +176,6 @@ def _raise_on_difference(report: Report) -> None:
     for what, difference in rows:
         if not difference <= report.tolerance:
             raise VerifyError(
-                f"on mesh {report.mesh} {what} differs from {report.reference}'s by {difference:.2e} (relative), more than "
+                f"on mesh {report.mesh} {what} differs from one device's by {difference:.2e} (relative), more than "
                 f"{report.tolerance:.0e}. This is a bug in partir or in a rule; partir.check_rules() finds wrong rules."
             )

@@ -1,9 +1,7 @@
-"""Functions on one rank's tensors that lowered graphs call: lookups in a split dim, random numbers.
+"""Functions on one rank's tensors that lowered graphs call: lookups in a split dim, and the index of each element.
 
 They are made of aten ops and `partir.coordinate`, so AOTAutograd traces through them and derives their
 backward, and one graph serves all ranks. The current mesh (`partir.mesh.use_mesh`) gives the sizes.
-
-Random numbers are a function of (seed, call, site, global element index): the same on every mesh.
 """
 
 from __future__ import annotations
@@ -20,12 +18,6 @@ from partir.mesh import Mesh, current_mesh
 from partir.pads import Pad, natural_index, natural_size, zero_pads
 
 PadNumbers = tuple[tuple[tuple[int, int, int], ...], ...]
-
-# splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
-# with the finaliser's constants of variant 13 (D. Stafford). As signed 64-bit numbers.
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 @torch.library.custom_op("partir_local::check_index", mutates_args=())
@@ -56,7 +48,8 @@ def _check_index_fake(index: Tensor, size: int) -> Tensor:
 cast(Any, check_index).register_fake(_check_index_fake)
 
 
-def _coordinate(axes: tuple[str, ...], device: torch.device) -> Tensor | int:
+def coordinate(axes: tuple[str, ...], device: torch.device) -> Tensor | int:
+    """Return this rank's place in its group over `axes`, as an int64 tensor; 0 in a group of one."""
     if current_mesh().extent(axes) == 1:
         return 0
     ops: Any = torch.ops.partir
@@ -65,7 +58,7 @@ def _coordinate(axes: tuple[str, ...], device: torch.device) -> Tensor | int:
 
 def _held_rows(index: Tensor, axes: str, local: int, size: int) -> tuple[Tensor, Tensor]:
     """Return each index as a row of this rank's part (0 if it is not there), and whether it is there."""
-    row = check_index(index, size) - _coordinate(split_axes(axes), index.device) * local
+    row = check_index(index, size) - coordinate(split_axes(axes), index.device) * local
     held = (row >= 0) & (row < local)
     return torch.where(held, row, 0), held
 
@@ -150,13 +143,13 @@ def _dim_index(dim: Dim, mesh: Mesh, device: torch.device) -> Tensor:
     local = dim.local_size(mesh)
     left = torch.arange(local, device=device)
     if dim.axes:
-        left = left + _coordinate(dim.axes, device) * local
+        left = left + coordinate(dim.axes, device) * local
     index, stride = torch.zeros_like(left), 1
     for part in reversed(dim.parts):
         size = part.size // mesh.extent(part.axes)
         place, left = left % size, left // size
         if part.axes:
-            place = place + _coordinate(part.axes, device) * size
+            place = place + coordinate(part.axes, device) * size
         index, stride = index + place * stride, stride * part.size
     return index
 
@@ -175,70 +168,3 @@ def causal_attention(
     index = global_index(Layout.parse(rows), query.device, pads)
     visible = torch.arange(key.shape[-2], device=query.device) <= index.unsqueeze(-1)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, scale=scale, enable_gqa=groups)
-
-
-def _shift(bits: Tensor, places: int) -> Tensor:
-    """Shift right, filling with zeros: torch's shift fills with the sign."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """Scramble 64 bits, one to one."""
-    bits = (bits ^ _shift(bits, 30)) * MULTIPLIERS[0]
-    bits = (bits ^ _shift(bits, 27)) * MULTIPLIERS[1]
-    return bits ^ _shift(bits, 31)
-
-
-def _random_bits(seed: Tensor, site: int, layout_text: str, stream: int = 0, pads: PadNumbers = ()) -> Tensor:
-    """Return 53 random bits an element, as int64 of the local shape: a splitmix64 sequence per (seed, call, site)."""
-    key = _mix(seed.select(0, 0) + GOLDEN)
-    key = _mix((key ^ seed.select(0, 1)) + GOLDEN)
-    key = _mix((key ^ (2 * site + stream)) + GOLDEN)
-    index = global_index(Layout.parse(layout_text), seed.device, pads)
-    return _shift(_mix(key + (index + 1) * GOLDEN), 11)
-
-
-def random_uniform(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype, pads: PadNumbers = ()) -> Tensor:
-    """Draw uniform numbers in [0, 1) for this rank's block.
-
-    Args:
-        seed: int64 `[2]`: (seed, call).
-        site: number of the op in the program; sites are independent.
-        layout_text: layout of the result, `"f32[16@x, 64@z]"`; pending sums and types change nothing.
-        dtype: a narrower dtype gets the leading bits of the same number.
-        pads: as `global_index`.
-    """
-    if dtype not in MANTISSA_BITS:
-        raise ValueError(f"random_uniform: dtype is one of {', '.join(map(str, MANTISSA_BITS))}, got {dtype}.")
-    kept = MANTISSA_BITS[dtype]
-    bits = _random_bits(seed, site, layout_text, pads=pads) >> (53 - kept)
-    return bits.to(dtype) * 2.0**-kept
-
-
-def random_normal(seed: Tensor, site: int, layout_text: str, dtype: torch.dtype, pads: PadNumbers = ()) -> Tensor:
-    """Draw standard normal numbers for this rank's block, by Box and Muller's method in float64.
-
-    Args: as `random_uniform`.
-    """
-    radius = (_random_bits(seed, site, layout_text, pads=pads) + 1).double() * 2.0**-53
-    angle = _random_bits(seed, site, layout_text, 1, pads).double() * 2.0**-53
-    return (torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)).to(dtype)
-
-
-def random_mask(seed: Tensor, site: int, layout_text: str, p: float, pads: PadNumbers = ()) -> Tensor:
-    """Draw which elements to keep, each dropped with probability `p`: True where uniform >= p, in any dtype."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability is between 0 and 1, got {p}.")
-    return _random_bits(seed, site, layout_text, pads=pads) >= math.ceil(p * 2**53)
-
-
-def dropout(x: Tensor, p: float, seed: Tensor, site: int, layout_text: str, pads: PadNumbers = ()) -> Tensor:
-    """Drop elements of `x` with probability `p` and scale the rest by 1 / (1 - p); saves a bool mask only.
-
-    Args:
-        x: this rank's block.
-        seed, site: as `random_uniform`.
-        layout_text: layout of `x`.
-    """
-    keep = random_mask(seed, site, layout_text, p, pads)
-    return x * keep * (0.0 if p == 1 else 1 / (1 - p))

@@ -22,6 +22,7 @@ from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.options import Options
 from partir.program import Program, Slot
+from partir.random_numbers import as_int64, seed_tensor
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
 from partir.signature import layout_of_dtensor, signature
@@ -112,7 +113,7 @@ class Parallelized:
                 self._keep_layouts(model, compiled.program)
                 found = self._programs[key] = Entry(compiled, SimulatedProgram(compiled.program), names)
             return found, (seed, calls)
-        agreed = session.agree_on_call(text, found is not None, _as_int64(seed), calls)
+        agreed = session.agree_on_call(text, found is not None, as_int64(seed), calls)
         if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
             names = self._input_names(model, structure)
             plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]
@@ -235,19 +236,10 @@ def _tensor(
     if slot.kind == "buffer":
         return model.get_buffer(slot.name)
     if slot.kind == "seed":
-        return torch.tensor([_as_int64(seed[0]), seed[1]], dtype=torch.int64, device=_device(model))
+        return seed_tensor(*seed)
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
     return found
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _as_int64(seed: int) -> int:
-    """Fold an unsigned 64-bit seed into the signed numbers that a tensor holds."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _write_buffer(model: nn.Module, name: str, value: Tensor) -> None:

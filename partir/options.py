@@ -13,7 +13,7 @@ LEGAL = {
     "vectors": ("balanced", "diagonal"),
     "outputs": ("auto", "whole", "sharded"),
     "check_inputs": ("first", "always", "never"),
-    "rng": ("exact",),
+    "rng": ("exact", "fast"),
 }
 
 
@@ -27,7 +27,7 @@ class Options:
         outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
         check_inputs: compare inputs between ranks at the ``"first"`` call of a signature, ``"always"`` or ``"never"``.
         pin: name pattern -> layout text.
-        rng: ``"exact"``: the same random numbers on every mesh.
+        rng: ``"exact"``: the same random numbers on every mesh; ``"fast"``: each block has a generator of its own.
         timeout: the longest wait for another rank.
         placement: name of the placement file.
 

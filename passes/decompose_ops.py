@@ -24,6 +24,7 @@ from partir.errors import RuleError, source_line
 from partir.passes.decompositions import OWN
 from partir.passes.functionalize import call, functionalize
 from partir.passes.torch_ops import is_composite, is_op, name_of, schema_of
+from partir.random_ops import draws, refusal
 
 aten = torch.ops.aten
 HasRule = Callable[[fx.Node], bool]
@@ -62,7 +63,10 @@ class _Decomposer:
         """Simplify a node, or decompose it and visit what it became; `above` lists the ops it came from."""
         if node.op != "call_function" or node.target is operator.getitem:
             return
-        if self._simplify(node) or self.has_rule(node):
+        if self._simplify(node):
+            return
+        self._check_draw(node)
+        if self.has_rule(node):
             return
         key = _signature(node)
         function = None if key in above else _decomposition(node)
@@ -72,6 +76,14 @@ class _Decomposer:
             self.traces[key] = _trace(node, function)
         for new in self._inline(node, self.traces[key]):
             self.visit(new, (*above, key))
+
+    def _check_draw(self, node: fx.Node) -> None:
+        """Refuse random numbers that another mesh could not repeat; what our own decompositions draw is checked when visited."""
+        if "site" not in node.meta or node.target in OWN:
+            return
+        reason = refusal(node.target)
+        if reason is not None:
+            raise RuleError(f"{source_line(node.meta)}: {reason}")
 
     def _simplify(self, node: fx.Node) -> bool:
         """Remove a node that does nothing, or write a conversion in its one form; tell whether it is settled."""
@@ -126,6 +138,10 @@ class _Decomposer:
                 kept = {key: value for key, value in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
                 env[inner].meta = {**kept, "val": inner.meta["val"]}
                 new.append(env[inner])
+        drawing = [inner for inner in new if draws(inner.target, inner.args, inner.kwargs)]
+        assert len(drawing) <= 1, f"{node.target}: eager torch draws once, its decomposition {len(drawing)} times"
+        for inner in drawing:
+            inner.meta["site"] = node.meta["site"]
         self._use(node, outputs)
         return new
 

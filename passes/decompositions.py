@@ -83,6 +83,14 @@ def group_norm(
     return y if bias is None else y + along(bias, 1, x.dim())
 
 
+def native_dropout(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    """Return x with entries zeroed and the rest scaled, and the mask of what was kept."""
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = torch.bernoulli(torch.empty_like(x), 1.0 - p)
+    return x * kept * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept.to(torch.bool)
+
+
 def feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Return x [N, C, ...] with whole channels zeroed."""
     if not train or p == 0.0:
@@ -196,6 +204,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
     aten.rms_norm.default: rms_norm,
     aten.group_norm.default: group_norm,
+    aten.native_dropout.default: native_dropout,
     aten.feature_dropout.default: feature_dropout,
     aten.alpha_dropout.default: alpha_dropout,
     aten.feature_alpha_dropout.default: feature_alpha_dropout,

@@ -130,9 +130,10 @@ class _Writer:
             return self._fitted(node, args[1], old)
         if op is aten.zero_.default or op is aten.fill_.Scalar:
             return self.create(node, aten.full_like.default, args[0], args[1] if len(args) > 1 else 0)
-        functional = _functional_op(op)
+        functional = functional_op(op)
         if functional is None or (torch.Tag.inplace_view in op.tags and self.same.get(args[0], args[0]) in self.views):
             _refuse(node, "this op has no functional form")
+        args += _defaults(op, functional, len(args), kwargs)
         value = call(self.graph, functional, args, kwargs)
         with torch.no_grad():
             result = functional(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
@@ -184,7 +185,7 @@ def _writes(node: fx.Node) -> bool:
     return writes_into(node.target)
 
 
-def _functional_op(op: Any) -> Any:
+def functional_op(op: Any) -> Any:
     """Return ``aten.add.Tensor`` for ``aten.add_.Tensor``, or None."""
     if op in _RENAMED:
         return _RENAMED[op]
@@ -194,6 +195,13 @@ def _functional_op(op: Any) -> Any:
         return None
     functional = overload(namespace, f"__{match[1]}__" if match else name[:-1], schema_of(op).overload_name)
     return None if functional is None or writes_into(functional) else functional
+
+
+def _defaults(op: Any, functional: Any, given: int, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the defaults of an in-place op for arguments that its functional form has no default for: `x.bernoulli_()`."""
+    needed = [argument for argument in schema_of(functional).arguments if not argument.has_default_value()]
+    missing = schema_of(op).arguments[given : len(needed)]
+    return tuple(argument.default_value for argument in missing if argument.name not in kwargs)
 
 
 _RENAMED: dict[Any, Any] = {

@@ -25,7 +25,7 @@ from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.relayout import relayout
 
-KEPT = ("binding", "factors", "broken", "pads", "result_pads", "assignment", "state", "direction", "nn_module_stack", "stack_trace")
+KEPT = ("binding", "factors", "broken", "pads", "result_pads", "site", "assignment", "state", "direction", "nn_module_stack", "stack_trace")
 
 
 def insert_collectives(graph_module: GraphModule, mesh: Mesh, sharded_outputs: Sequence[bool]) -> GraphModule:
@@ -133,7 +133,7 @@ def output_layout(layout: Layout, sharded: bool) -> Layout:
 
 
 def _trace_of(node: Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "site") if key in node.meta}
 
 
 def _as_tuple(layout: Any) -> tuple[Layout, ...]:

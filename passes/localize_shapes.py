@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir import local_ops
+from partir import local_ops, random_ops
 from partir.errors import RuleError, VerifyError, source_line
 from partir.graph import is_call, is_collective, layout_of, layouts_of, operands, results_of, with_attributes
 from partir.layout import Layout
@@ -32,11 +32,11 @@ from partir.subdims import axes_of
 
 aten = torch.ops.aten
 
-def localize_shapes(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
-    """Return the graph that one rank runs."""
+def localize_shapes(graph_module: GraphModule, mesh: Mesh, rng: str = "exact") -> GraphModule:
+    """Return the graph that one rank runs; ``rng`` says how random numbers are drawn, see `random_numbers.RNG`."""
     graph = graph_module.graph
     seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name == "seed"), None)
-    localizer = _Localizer(graph, mesh, seed)
+    localizer = _Localizer(graph, mesh, seed, rng)
     for node in list(graph.nodes):
         if is_call(node) and not is_collective(node):
             localizer.localize(node)
@@ -51,7 +51,7 @@ class _Localizer:
     graph: Graph
     mesh: Mesh
     seed: Node | None
-    site: int = 0
+    rng: str
 
     def localize(self, node: Node) -> None:
         binding = cast(Binding, node.meta["binding"])
@@ -127,16 +127,16 @@ class _Localizer:
     def _random(self, node: Node) -> None:
         if self.seed is None:
             raise RuleError(f"{source_line(node.meta)}: {node.target} draws random numbers but the graph has no seed.")
-        layout = layout_of(node)
-        text = str(Layout(layout.dtype, layout.dims, grad=layout.grad))
-        make = _RANDOM.get(str(cast(Any, node.target)._schema.name))
-        if make is None:
-            raise RuleError(f"{source_line(node.meta)}: {node.target} has no random numbers by index.")
-        function, args = make(cast(Binding, node.meta["binding"]), operands(node), self.seed, self.site, text)
-        pads = pad_numbers(node)
-        args = (*args, pads) if pads else args
-        self.site += 1
-        self._replace(node, function, args, {})
+        layout, target = layouts_of(node)[0], cast(Any, node.target)
+        drawn = {
+            "seed": self.seed,
+            "site": node.meta["site"],
+            "layout": str(Layout(layout.dtype, layout.dims, grad=layout.grad)),
+            "device": results_of(node)[0].device,
+            "rng": self.rng,
+            "pads": pad_numbers(node),
+        }
+        self._replace(node, random_ops.DRAWN[target], random_ops.positional(target, node.args, node.kwargs), drawn)
 
     def _replace(self, node: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         with self.graph.inserting_before(node):
@@ -160,18 +160,6 @@ def _index_select(binding: Binding, table: Node, ids: Node, axes: str, dim: int,
 
 
 _LOOKUPS = {"aten::embedding": _embedding, "aten::gather": _gather, "aten::index_select": _index_select}
-
-
-def _dropout(binding: Binding, read: list[Node], seed: Node, site: int, text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return local_ops.dropout, (read[0], binding.attributes["p"], seed, site, text)
-
-
-_RANDOM = {"aten::dropout": _dropout}
-
-
-def is_drawn_by_index(node: Node) -> bool:
-    """Return whether the random numbers of a call can be drawn by global index."""
-    return str(cast(Any, node.target)._schema.name) in _RANDOM
 
 
 def _attention(

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 Place = tuple[int, int]
 Form = frozenset[Place]
 NATURAL: Form = frozenset()
-KEPT = ("nn_module_stack", "stack_trace", "source")
+KEPT = ("nn_module_stack", "stack_trace", "site")
 
 
 def pad_dims(graph_module: GraphModule, padded: Mapping[int, int]) -> GraphModule:

@@ -33,13 +33,14 @@ from partir.passes.expand_recipes import expand_recipes
 from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.insert_collectives import insert_collectives
 from partir.passes.leave_padded import leave_padded
-from partir.passes.localize_shapes import is_drawn_by_index, localize_shapes
+from partir.passes.localize_shapes import localize_shapes
 from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
 from partir.program import Program, Slot
+from partir.random_ops import DRAWN
 from partir.rules.placement import placement
 
 
@@ -104,7 +105,7 @@ def compile_program(
     annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, mesh, sharded))
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
-    graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh), "lowered")
+    graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
@@ -153,7 +154,7 @@ def _has_rule(node: Node) -> bool:
     """Attention with dropout has a rule, but its random numbers are hidden inside: it is decomposed."""
     if rules.find(node.target) is None:
         return False
-    return is_drawn_by_index(node) or not bind(node).random
+    return node.target in DRAWN or not bind(node).random
 
 
 def _placeholders(graph_module: GraphModule) -> list[Node]:
@@ -161,14 +162,14 @@ def _placeholders(graph_module: GraphModule) -> list[Node]:
 
 
 def _add_seed(graph_module: GraphModule) -> bool:
-    """Give a graph that draws random numbers an int64 [2] input: the seed and the number of the call."""
+    """Give a graph that draws random numbers an int64 [2] input on the CPU: the seed and the number of the call."""
     calls = [node for node in graph_module.graph.nodes if "binding" in node.meta]
     if not any(node.meta["binding"].random for node in calls):
         return False
     last = _placeholders(graph_module)[-1]
     with graph_module.graph.inserting_after(last):
         seed = graph_module.graph.placeholder("seed")
-    seed.meta = {"val": last.meta["val"].new_empty((2,), dtype=torch.int64), "subdims": (((),),)}
+    seed.meta = {"val": last.meta["val"].new_empty((2,), dtype=torch.int64, device="cpu"), "subdims": (((),),)}
     return True
 
 

@@ -6,6 +6,7 @@
 Requires: nothing; weights are not read, the module may be on the meta device.
 Ensures: the graph is functional (no in-place op), flat, without dead code; each tensor of the module is one
 placeholder, tied parameters too; outputs are one flat tuple of tensors. The module is unchanged, also after a failure.
+``meta["site"]`` numbers the calls that draw random numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from partir.passes.flatten_regions import Flattener, clean_meta, detach_no_grad,
 from partir.passes.functionalize import functionalize
 from partir.passes.structure import Structure, flatten, leaf_paths
 from partir.passes.user_lines import DATA_DEPENDENT
+from partir.random_ops import draws
 
 _WRAPPER = "model"
 _IDENTITIES = (torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -109,6 +111,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     differentiable = {node for node, slot in zip(placeholders, slots, strict=True) if slot.requires_grad}
     written = functionalize(graph, differentiable)
     mutated = _add_outputs(graph, assigned, _written_buffers(dict(zip(placeholders, slots, strict=True)), written))
+    _number_draws(graph)
     detach_no_grad(graph, differentiable)
     _erase_noise(graph, differentiable)
     slots = _drop_unused(graph, slots)
@@ -249,6 +252,13 @@ def _add_outputs(graph: fx.Graph, assigned: list[tuple[int, str]], written: dict
             values.append(value)
     output.args = (tuple(values),)
     return names
+
+
+def _number_draws(graph: fx.Graph) -> None:
+    """Number the calls that draw random numbers, in the order of eager calls, also those whose result nobody reads."""
+    drawing = [node for node in graph.nodes if node.op == "call_function" and draws(node.target, node.args, node.kwargs)]
+    for site, node in enumerate(drawing):
+        node.meta["site"] = site
 
 
 def _erase_noise(graph: fx.Graph, differentiable: set[fx.Node]) -> None:

@@ -31,6 +31,11 @@ def test_planning_prints_every_pass() -> None:
     assert all(name in printed for name in ("trace", "annotate_layouts", "differentiate", "total", "growth"))
 
 
+def test_random_numbers_are_timed_side_by_side() -> None:
+    printed = run("random_numbers.py", *"--rows 8 --columns 8 --repeats 1".split())
+    assert all(word in printed for word in ("torch", "exact / fast", "dropout", "rand_like", "randn_like"))
+
+
 @pytest.mark.slow
 def test_peers_compute_the_same_losses() -> None:
     sizes = "--ranks 2 --batch 4 --seq 16 --hidden 32 --heads 4 --layers 1 --vocabulary 64 --rounds 1 --steps 1"

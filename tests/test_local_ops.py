@@ -1,4 +1,4 @@
-"""Local ops: lookups in a split dim and random numbers, the same on every mesh."""
+"""Local ops: lookups in a split dim, and the index of each element."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,14 +14,10 @@ from partir.collectives import use_backend
 from partir.layout import Layout
 from partir.local_ops import (
     check_index,
-    dropout,
     global_index,
     masked_embedding,
     masked_gather,
     masked_index_select,
-    random_mask,
-    random_normal,
-    random_uniform,
 )
 from partir.mesh import Mesh, use_mesh
 from tests.rank_threads import Loopback
@@ -31,7 +25,6 @@ from tests.rank_threads import Loopback
 torch.set_num_threads(1)
 ops: Any = torch.ops.partir
 ONE = Mesh.parse((1, 1, 1))
-SEED = torch.tensor([1234, 5])
 LAYOUTS = [
     ("f64[12@x.y, 18@z]", (2, 3, 3)),
     ("f64[12@z.x, 18@y]", (2, 3, 2)),
@@ -109,9 +102,8 @@ def test_check_index_is_a_sound_op() -> None:
 
 def test_local_ops_trace_to_graphs_without_ranks() -> None:
     with FakeTensorMode(), use_mesh(Mesh.parse((2, 2, 2))):
-        seed, x = torch.empty(2, dtype=torch.int64), torch.empty(3, 4, requires_grad=True)
+        x = torch.empty(3, 4, requires_grad=True)
         assert masked_embedding(x, torch.empty(5, 6, dtype=torch.int64), "y.z", 12).shape == (5, 6, 4)
-        assert dropout(x, 0.1, seed, 3, "f32[6@x, 8@z]").shape == (3, 4)
 
 
 @pytest.mark.parametrize("text, sizes", LAYOUTS)
@@ -120,100 +112,3 @@ def test_global_index_numbers_the_whole_tensor(text: str, sizes: tuple[int, ...]
     settled = Layout("i64", layout.dims)
     blocks = each_rank(mesh, lambda rank: global_index(layout, torch.device("cpu")))
     assert torch.equal(gather(blocks, settled, mesh), torch.arange(216).view(12, 18))
-
-
-@pytest.mark.parametrize("text, sizes", LAYOUTS)
-@pytest.mark.parametrize("draw", [random_uniform, random_normal])
-def test_random_numbers_are_the_same_on_every_mesh(draw: Any, text: str, sizes: tuple[int, ...]) -> None:
-    mesh, layout = Mesh.parse(sizes), Layout.parse(text)
-    blocks = each_rank(mesh, lambda rank: draw(SEED, 7, text, torch.float64))
-    whole = on_one_device(lambda: draw(SEED, 7, "f64[12, 18]", torch.float64))
-    for rank, block in enumerate(blocks):
-        assert torch.equal(block, shard(whole, Layout("f64", layout.dims), mesh, rank))
-
-
-BIG = "f64[500, 400]"
-
-
-def uniform(seed: Tensor = SEED, site: int = 0, text: str = BIG, dtype: torch.dtype = torch.float64) -> Tensor:
-    return on_one_device(lambda: random_uniform(seed, site, text, dtype))
-
-
-def test_uniform_numbers_are_uniform() -> None:
-    numbers = uniform().flatten()
-    assert 0 <= float(numbers.min()) and float(numbers.max()) < 1
-    assert float(numbers.mean()) == pytest.approx(1 / 2, abs=5 * (1 / 12 / 200_000) ** 0.5)
-    assert float(numbers.var()) == pytest.approx(1 / 12, abs=1e-3)
-    # Chi-square over 256 cells: mean 255, standard deviation 22.6.
-    counts = torch.histc(numbers, 256, 0, 1)
-    assert 150 < float(((counts - 781.25) ** 2 / 781.25).sum()) < 375
-
-
-@pytest.mark.parametrize("lag", [1, 2, 3, 400, 401])
-def test_uniform_numbers_are_not_correlated(lag: int) -> None:
-    numbers = uniform().flatten() - 0.5
-    assert abs(float((numbers[lag:] * numbers[:-lag]).mean()) * 12) < 5 / 200_000**0.5
-
-
-def test_neighbouring_sites_calls_and_seeds_are_independent() -> None:
-    drawn = [uniform(torch.tensor([seed, call]), site) for seed in (0, 1) for call in (0, 1) for site in (0, 1)]
-    drawn.append(uniform(torch.tensor([-1, 0])))
-    correlations = torch.corrcoef(torch.stack([numbers.flatten() for numbers in drawn]))
-    assert float((correlations - torch.eye(9)).abs().max()) < 5 / 200_000**0.5
-
-
-def test_every_bit_is_fair() -> None:
-    bits = (uniform() * 2**53).long()
-    for place in range(53):
-        assert float(((bits >> place) & 1).double().mean()) == pytest.approx(0.5, abs=5 * 0.5 / 200_000**0.5)
-
-
-def test_normal_numbers_are_normal() -> None:
-    numbers = on_one_device(lambda: random_normal(SEED, 0, BIG, torch.float64)).flatten()
-    moments = [float((numbers**power).mean()) for power in (1, 2, 3, 4)]
-    assert moments == pytest.approx([0, 1, 0, 3], abs=0.05)
-    assert bool(numbers.isfinite().all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_narrow_dtypes_get_the_leading_bits(dtype: torch.dtype) -> None:
-    wide, narrow = uniform(), uniform(dtype=dtype)
-    assert narrow.dtype == dtype
-    assert float(narrow.max()) < 1
-    gap = wide - narrow.double()
-    assert 0 <= float(gap.min()) and float(gap.max()) < {torch.float32: 2**-24, torch.float16: 2**-11}.get(dtype, 2**-8)
-    with pytest.raises(ValueError, match=r"dtype is one of .*, got torch.int64"):
-        uniform(dtype=torch.int64)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.floats(0, 1))
-def test_mask_keeps_where_uniform_is_at_least_p(p: float) -> None:
-    text = "f64[30, 20]"
-    keep = on_one_device(lambda: random_mask(SEED, 3, text, p))
-    assert torch.equal(keep, uniform(site=3, text=text) >= p)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_dropout_scales_and_saves_a_bool_mask_only(p: float, dtype: torch.dtype) -> None:
-    x, saved = torch.ones(500, 400, dtype=dtype, requires_grad=True), []
-
-    def save(t: Tensor) -> Tensor:
-        saved.append(t.dtype)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
-        dropped = on_one_device(lambda: dropout(x, p, SEED, 1, BIG))
-    assert saved == [torch.bool]
-    assert float(dropped.detach().mean()) == pytest.approx(float(p < 1), abs=0.02)
-    mask = on_one_device(lambda: random_mask(SEED, 1, BIG, p))
-    assert torch.equal(dropped != 0, mask)
-    (grad,) = torch.autograd.grad(dropped.sum(), x)
-    assert torch.equal(grad, dropped.detach())
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.5])
-def test_dropout_probability(p: float) -> None:
-    with pytest.raises(ValueError, match=f"dropout probability is between 0 and 1, got {p}"):
-        on_one_device(lambda: dropout(torch.ones(2), p, SEED, 0, "f32[2]"))
