@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partir.passes import index_decompositions as places
 from partir.passes.loss_decompositions import along, cross_entropy_loss, nll_loss
 
 aten = torch.ops.aten
@@ -207,4 +208,10 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.roll.default: roll,
     aten.one_hot.default: one_hot,
     aten.repeat_interleave.self_int: repeat_interleave,
+    aten.index.Tensor: places.index,
+    aten.index_put.default: places.index_put,
+    aten.tril.default: places.tril,
+    aten.triu.default: places.triu,
+    aten.unfold.default: places.unfold,
+    aten.bilinear.default: places.bilinear,
 }

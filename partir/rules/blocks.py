@@ -47,9 +47,10 @@ def join(blocks: Sequence[torch.Tensor], dims: Sequence[Dim], sizes: Mapping[str
         whole = torch.cat(apart, place + 1)
         return whole.reshape(*shape[:place], before * sizes[factor] * after, *shape[place + 1 :])
     for block in blocks[1:]:
-        if not torch.allclose(block.detach().double(), blocks[0].detach().double(), equal_nan=True):
+        if not torch.allclose(block.detach(), blocks[0].detach(), equal_nan=True):
             raise RuleError("blocks differ in a result that the rule calls the same on all")
-    return torch.stack([block / len(blocks) for block in blocks]).sum(0) if blocks[0].is_floating_point() else blocks[0]
+    differentiable = blocks[0].is_floating_point() or blocks[0].is_complex()
+    return torch.stack([block / len(blocks) for block in blocks]).sum(0) if differentiable else blocks[0]
 
 
 def _around(dim: Dim, factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:

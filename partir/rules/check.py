@@ -184,13 +184,16 @@ def kind_of(binding: Binding, factor: str) -> str:
 
 def _compare(case: _Case, factor: str, kind: str, count: int) -> str | None:
     """Return how the run in blocks differs from the whole op, or None when it does not."""
-    op, first, second = case.op, _leaves(case.trial), _leaves(case.trial)
+    op, first = case.op, _leaves(case.trial)
     try:
-        whole = as_tuple(op(*first.args, **first.kwargs))
-        cotangents = [_cotangent(result, case.generator) for result in whole]
-        expected = _gradients(whole, cotangents, first)
-    except RuntimeError as error:
-        raise _NotTried(_first_line(error)) from None
+        whole, cotangents, expected = _run_whole(case, first)
+    except RuntimeError:  # an op without a gradient, or with an operand that has none
+        first = _without_gradients(first)
+        try:
+            whole, cotangents, expected = _run_whole(case, first)
+        except RuntimeError as error:
+            raise _NotTried(_first_line(error)) from None
+    second = _leaves(case.trial) if any(leaf.requires_grad for leaf in first.tensors()) else first
     try:
         parts = run_in_blocks(op, case.binding, second.args, second.kwargs, factor, kind, count)
         if problem := _difference(whole, parts, "result"):
@@ -201,9 +204,25 @@ def _compare(case: _Case, factor: str, kind: str, count: int) -> str | None:
     return f"{count} blocks: {problem}" if problem else None
 
 
+def _run_whole(case: _Case, trial: Trial) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor | None], list[torch.Tensor]]:
+    """Return the whole op's results, a gradient to give to each, and the gradients of its operands."""
+    whole = as_tuple(case.op(*trial.args, **trial.kwargs))
+    cotangents = [_cotangent(result, case.generator) for result in whole]
+    return whole, cotangents, _gradients(whole, cotangents, trial)
+
+
+def _without_gradients(trial: Trial) -> Trial:
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return Trial(tuple(map(plain, trial.args)), {name: plain(value) for name, value in trial.kwargs.items()})
+
+
 def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
     """Return a random gradient of a result, None for integers."""
-    if not result.is_floating_point():
+    if not (result.is_floating_point() or result.is_complex()):
         return None
     return torch.rand(result.shape, generator=generator, dtype=result.dtype)
 
@@ -215,8 +234,7 @@ def _difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]
         if one.dtype != other.dtype:
             return f"{what} {number} has dtype {other.dtype}, not {one.dtype}"
         if not _close(one, other):
-            distance = (one.detach().double() - other.detach().double()).abs().max()
-            return f"{what} {number} differs by {float(distance):.2g}"
+            return f"{what} {number} differs by {float((_wide(one) - _wide(other)).abs().max()):.2g}"
     return None
 
 
@@ -229,7 +247,7 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, list):
         return [_leaf(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.is_floating_point())
+        return value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex())
     return value
 
 
@@ -237,16 +255,21 @@ def _gradients(results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tenso
     """Return the gradient of every tensor of the call that has one."""
     wanted = [leaf for leaf in trial.tensors() if leaf.requires_grad]
     pairs = zip(results, cotangents, strict=True)
-    terms = [(y * c).sum() for y, c in pairs if c is not None and y.requires_grad]
+    terms = [torch.real((y * c).sum()) for y, c in pairs if c is not None and y.requires_grad]
     if not terms:
         return [torch.zeros_like(leaf) for leaf in wanted]
     return list(torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True, materialize_grads=True))
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.detach().double(), other.detach().double()
+    one, other = _wide(one), _wide(other)
     scale = float(one[one.isfinite()].abs().max()) if one.isfinite().any() else 0.0
     return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value if value.is_complex() else value.double()
 
 
 def _first_line(error: Exception) -> str:
