@@ -186,7 +186,8 @@ def _decomposition(node: fx.Node) -> Callable[..., Any] | None:
 def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph | None:
     """Trace a decomposition on the fake operands of a node; high-level ops inside it stay whole.
 
-    None where it does not serve this call: it says so itself, there is no operand, or it gives another shape or dtype.
+    None where it does not serve this call: it says so itself, there is no operand, it gives another shape or dtype, or it
+    holds a call without a result (a check that raises).
     """
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
@@ -216,7 +217,8 @@ def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph | None:
         if inner.op == "get_attr":
             _write_constant(traced, inner)
     traced.graph.eliminate_dead_code()
-    return traced.graph if _agrees(node, traced.graph) else None
+    silent = any(inner.op == "call_function" and "val" not in inner.meta for inner in traced.graph.nodes)
+    return traced.graph if not silent and _agrees(node, traced.graph) else None
 
 
 def _plain(value: Any) -> Any:

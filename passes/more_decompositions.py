@@ -1,4 +1,4 @@
-"""Ops on places written with aranges, comparisons and one lookup in one dim, so that every other dim may be split.
+"""Ops on places and on matrices written as other ops, so that every dim that they leave alone may be split.
 
 Each function has the signature of its op; places come from aranges, never from a baked table.
 """
@@ -40,11 +40,12 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 
 
 def _put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor:
-    """A mask over the first dims takes one value; how many others it would take depends on data."""
-    if len(indices) != 1 or indices[0] is None or values.numel() != 1:
+    """A mask over the first dims puts the same values at each place; how many others it would take depends on data."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or (values.numel() != 1 and values.dim() > x.dim() - mask.dim()):
         raise NotImplementedError("the number of places of a mask depends on data")
-    mask = indices[0].reshape([*indices[0].shape, *[1] * (x.dim() - indices[0].dim())])
-    value = values.to(x.dtype).reshape([])
+    mask = mask.reshape([*mask.shape, *[1] * (x.dim() - mask.dim())])
+    value = (values.reshape([]) if values.numel() == 1 else values).to(x.dtype)
     return torch.where(mask, x + value if accumulate else value, x)
 
 
@@ -67,6 +68,17 @@ def _flat_places(x: Tensor, given: Sequence[Tensor], dims: Sequence[int]) -> tup
     for term in terms[1:]:
         places = places + term
     return places.expand(shape), list(shape)
+
+
+def index_fill(x: Tensor, dim: int, at: Tensor, value: Tensor | float) -> Tensor:
+    """Return x with a value in the slices of a dim that `at` lists, each once however often it is listed."""
+    if x.dim() == 0:
+        return index_fill(x.unsqueeze(0), 0, at, value).squeeze(0)
+    size = x.shape[dim]
+    places = torch.where(at < 0, at + size, at).flatten()
+    listed = (torch.arange(size, device=x.device).unsqueeze(1) == places).any(1)
+    mask = listed.view([-1 if place == dim % x.dim() else 1 for place in range(x.dim())])
+    return torch.where(mask, value.to(x.dtype), x) if isinstance(value, Tensor) else x.masked_fill(mask, value)
 
 
 def tril(x: Tensor, diagonal: int = 0) -> Tensor:
@@ -94,6 +106,41 @@ def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     starts = torch.arange(count, device=x.device) * step
     places = starts.unsqueeze(1) + torch.arange(size, device=x.device)
     return x.index_select(dim, places.flatten()).unflatten(dim, [count, size]).movedim(dim + 1, -1)
+
+
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the softmax, 0 in rows that are all -inf."""
+    wide = x if dtype is None else x.to(dtype)
+    empty = (wide == -math.inf).all(dim, keepdim=True)
+    return torch.softmax(wide.masked_fill(empty, 0.0), dim).masked_fill(empty, 0.0)
+
+
+def matrix_power(x: Tensor, n: int) -> Tensor:
+    """Return x [..., m, m] to an integer power, by squaring."""
+    if n == 0:
+        return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape).clone()
+    square, power, result = (torch.linalg.inv(x) if n < 0 else x), abs(n), None
+    while power:
+        if power % 2:
+            result = square if result is None else torch.matmul(result, square)
+        power //= 2
+        square = torch.matmul(square, square) if power else square
+    return square.clone() if result is None else result.clone()
+
+
+def tensorinv(x: Tensor, ind: int = 2) -> Tensor:
+    """Return the inverse of x as a map from its last dims to its first `ind`."""
+    size = math.prod(x.shape[:ind])
+    return torch.linalg.inv(x.reshape([size, size])).reshape([*x.shape[ind:], *x.shape[:ind]])
+
+
+def tensorsolve(a: Tensor, b: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+    """Return x with tensordot(a, x, x.dim()) == b; `dims` of a are moved to its end first."""
+    if dims is not None:
+        moved = [dim % a.dim() for dim in dims]
+        a = a.permute([*(dim for dim in range(a.dim()) if dim not in moved), *moved])
+    rest = a.shape[b.dim() :]
+    return torch.linalg.solve(a.reshape([b.numel(), math.prod(rest)]), b.reshape([b.numel()])).reshape(rest)
 
 
 def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
