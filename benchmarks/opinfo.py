@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, cast
 
@@ -46,6 +47,7 @@ class Split:
         return f"tensor {self.tensor}, dim {self.dim} in {self.count}"
 
 
+@cache
 def database() -> dict[str, Any]:
     """Return every OpInfo by its full name, `sum` or `norm.fro`."""
     from torch.testing._internal.common_methods_invocations import op_db

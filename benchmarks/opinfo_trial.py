@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.opinfo import Sample, Split
 from partir.errors import LayoutError, PartirError
@@ -62,19 +63,35 @@ class CallModule(nn.Module):
         return self.function(*tensors)
 
 
+class _Draws(TorchDispatchMode):
+    """Notes whether an op moves the random number generator; some samples set its seed themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = torch.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        self.seen |= not torch.equal(before, torch.get_rng_state())
+        return result
+
+
 def expect(sample: Sample, seed: int = 0) -> Expected | None:
     """Run the op itself, twice to see whether it draws; None where it does not run or has no tensor result."""
     try:
         runs: list[tuple[Tensor, ...]] = []
-        leaves: tuple[Tensor, ...] = ()
+        leaves, seen = tuple[Tensor, ...](), False
         for number in (1, 0):
             torch.manual_seed(seed + number)
             leaves = sample.leaves()
-            runs.append(tuple(flatten(sample.call(*leaves), merge=True)[0]))
+            with _Draws() as draws:
+                runs.append(tuple(flatten(sample.call(*leaves), merge=True)[0]))
+            seen |= draws.seen
         results = runs[1]
         if not results:
             return None
-        drawn = difference(runs[0], results, "result") is not None
+        drawn = seen or difference(runs[0], results, "result") is not None
         cotangents = tuple(torch.randn_like(result) if result.requires_grad else result for result in results)
         return Expected(results, cotangents, gradients_of(results, leaves, cotangents), drawn)
     except Exception:  # what the op itself refuses is no trial
@@ -143,9 +160,10 @@ def split_layout(tensor: Tensor, split: Split) -> Layout:
 
 
 def _let_others_follow(traced: Traced, place: int) -> Traced:
-    """Return the trace with all inputs but one as parameters, whose layouts are free: they are laid as the op wants them."""
-    slots = [replace(slot, kind="parameter") if slot.kind == "input" and index != place else slot for index, slot in enumerate(traced.slots)]
-    return replace(traced, slots=tuple(slots))
+    """Return the trace with all inputs but one as parameters, whose layouts are free: the op's."""
+    others = [index != place and slot.kind == "input" for index, slot in enumerate(traced.slots)]
+    slots = tuple(replace(slot, kind="parameter") if other else slot for slot, other in zip(traced.slots, others))
+    return replace(traced, slots=slots)
 
 
 def _run(compiled: Compiled, sample: Sample, expected: Expected) -> str | None:
@@ -163,10 +181,12 @@ def _run(compiled: Compiled, sample: Sample, expected: Expected) -> str | None:
     needed = [result for result, whole in zip(results, expected.results, strict=True) if whole.requires_grad]
     cotangents = [given for given, whole in zip(expected.cotangents, expected.results, strict=True) if whole.requires_grad]
     gradients = gradients_of(needed, leaves, cotangents)
-    return difference(*_known(expected.gradients, gradients, leaves), "gradient")
+    return difference(*known_gradients(expected.gradients, gradients, leaves), "gradient")
 
 
-def _known(one: Sequence[Tensor | None], other: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def known_gradients(
+    one: Sequence[Tensor | None], other: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return both lists of gradients, zeros for those that only one side has: no gradient and a gradient of zero are the same."""
     known = [place for place, pair in enumerate(zip(one, other, strict=True)) if any(gradient is not None for gradient in pair)]
     filled = [[side[place] for place in known] for side in (one, other)]
@@ -208,7 +228,7 @@ def shape_difference(expected: Sequence[Tensor], actual: Sequence[Tensor], what:
 
 def share_of(annotated: GraphModule, mesh: Mesh) -> float:
     """Return the part of all elements read and written that one rank holds; views count where there is nothing else."""
-    calls = [node for node in annotated.graph.nodes if is_call(node) and not node.meta.get("factors") is None]
+    calls = [node for node in annotated.graph.nodes if is_call(node) and node.meta.get("factors") is not None]
     computing = [node for node in calls if not is_view(node)] or calls
     layouts = [layout for node in computing for layout in _layouts(node)]
     if not layouts:

@@ -86,7 +86,8 @@ def export_joint(
     takes = tuple(training and needs for needs in requires_grad)
     tangents = [node for node in joint.graph.find_nodes(op="placeholder") if str(node.target).startswith("tangents")]
     if len(tangents) != sum(takes):
-        raise VerifyError(f"torch derives a backward of {len(tangents)} tangents where {sum(takes)} outputs have a gradient: it cannot be used.")
+        count = sum(takes)
+        raise VerifyError(f"torch derives a backward of {len(tangents)} tangents, but {count} outputs have a gradient: it cannot be used.")
     return joint, takes
 
 

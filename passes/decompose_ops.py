@@ -25,6 +25,7 @@ from partir.errors import RuleError, source_line
 from partir.passes.decompositions import OWN
 from partir.passes.functionalize import call, functionalize
 from partir.passes.torch_ops import is_composite, is_op, name_of, schema_of
+from partir.rules.propose import propose
 
 aten = torch.ops.aten
 HasRule = Callable[[fx.Node], bool]
@@ -256,10 +257,18 @@ def _refuse(node: fx.Node) -> NoReturn:
     raise RuleError(
         f"{source_line(node.meta)}: {node.target} has no rule for this call, and no decomposition into ops that have "
         "one. A rule names the dims of each operand and says what happens when one is split. "
-        "Write it in a .rules file:\n"
-        f"    {rule_skeleton(node)}\n"
-        "with a name for each dim in place of ..., and `sum k` for each dim that is summed over."
+        f"Write it in a .rules file:\n{_proposed(node)}"
     )
+
+
+def _proposed(node: fx.Node) -> str:
+    """Return a rule found by trial, ready to paste, else the first line of one."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
+    found = propose(node.target, cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)) if is_op(node.target) else None
+    if found is not None:
+        lines = "\n".join(f"    {line}" for line in found.splitlines())
+        return f"{lines}\nThis one was found by trial on this call alone: read it, then run `partir check-rules` on it."
+    return f"    {rule_skeleton(node)}\nwith a name for each dim in place of ..., and `sum k` for each dim that is summed over."
 
 
 def rule_skeleton(node: fx.Node) -> str:

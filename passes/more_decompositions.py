@@ -6,7 +6,8 @@ Each function has the signature of its op; places come from aranges, never from 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     dims = [dim for dim, at in enumerate(indices) if at is not None]
     flat = x.permute(order).flatten(first, first + len(dims) - 1)
     places, shape = _flat_places(x, [at for at in indices if at is not None], dims)
-    return flat.index_select(first, places.flatten()).unflatten(first, shape)
+    found = flat.index_select(first, places.flatten())
+    return found.reshape([*flat.shape[:first], *shape, *flat.shape[first + 1 :]])
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
@@ -36,7 +38,7 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     source = spread.flatten(first, first + len(shape) - 1) if shape else spread.unsqueeze(first)
     put = flat.index_add(first, places.flatten(), source) if accumulate else flat.index_copy(first, places.flatten(), source)
     back = [order.index(dim) for dim in range(x.dim())]
-    return put.unflatten(first, moved.shape[first : first + len(dims)]).permute(back)
+    return put.reshape(moved.shape).permute(back)
 
 
 def _put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor:
@@ -61,7 +63,7 @@ def _side_by_side(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[int
 
 def _flat_places(x: Tensor, given: Sequence[Tensor], dims: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Return the places in the flattened indexed dims, negative ones counted from the end, and their shape."""
-    shape = torch.broadcast_shapes(*(at.shape for at in given))
+    shape = cast("Callable[..., torch.Size]", cast(Any, torch).broadcast_shapes)(*(at.shape for at in given))
     strides = [math.prod(x.shape[dim] for dim in dims[place + 1 :]) for place in range(len(dims))]
     terms = [torch.where(at < 0, at + x.shape[dim], at) * stride for at, dim, stride in zip(given, dims, strides, strict=True)]
     places = terms[0]
@@ -105,7 +107,8 @@ def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     count = (x.shape[dim] - size) // step + 1
     starts = torch.arange(count, device=x.device) * step
     places = starts.unsqueeze(1) + torch.arange(size, device=x.device)
-    return x.index_select(dim, places.flatten()).unflatten(dim, [count, size]).movedim(dim + 1, -1)
+    windows = x.index_select(dim, places.flatten()).reshape([*x.shape[:dim], count, size, *x.shape[dim + 1 :]])
+    return windows.movedim(dim + 1, -1)
 
 
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -119,19 +122,26 @@ def matrix_power(x: Tensor, n: int) -> Tensor:
     """Return x [..., m, m] to an integer power, by squaring."""
     if n == 0:
         return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape).clone()
-    square, power, result = (torch.linalg.inv(x) if n < 0 else x), abs(n), None
+    square: Tensor = _inverse(x) if n < 0 else x
+    power, factors = abs(n), list[Tensor]()
     while power:
-        if power % 2:
-            result = square if result is None else torch.matmul(result, square)
+        factors += [square] if power % 2 else []
         power //= 2
         square = torch.matmul(square, square) if power else square
-    return square.clone() if result is None else result.clone()
+    product = factors[0]
+    for factor in factors[1:]:
+        product = torch.matmul(product, factor)
+    return product.clone()
+
+
+def _inverse(x: Tensor) -> Tensor:
+    return cast(Tensor, cast(Any, torch.linalg).inv(x))
 
 
 def tensorinv(x: Tensor, ind: int = 2) -> Tensor:
     """Return the inverse of x as a map from its last dims to its first `ind`."""
     size = math.prod(x.shape[:ind])
-    return torch.linalg.inv(x.reshape([size, size])).reshape([*x.shape[ind:], *x.shape[:ind]])
+    return _inverse(x.reshape([size, size])).reshape([*x.shape[ind:], *x.shape[:ind]])
 
 
 def tensorsolve(a: Tensor, b: Tensor, dims: Sequence[int] | None = None) -> Tensor:
@@ -140,12 +150,14 @@ def tensorsolve(a: Tensor, b: Tensor, dims: Sequence[int] | None = None) -> Tens
         moved = [dim % a.dim() for dim in dims]
         a = a.permute([*(dim for dim in range(a.dim()) if dim not in moved), *moved])
     rest = a.shape[b.dim() :]
-    return torch.linalg.solve(a.reshape([b.numel(), math.prod(rest)]), b.reshape([b.numel()])).reshape(rest)
+    solve = cast("Callable[[Tensor, Tensor], Tensor]", cast(Any, torch.linalg).solve)
+    return solve(a.reshape([b.numel(), math.prod(rest)]), b.reshape([b.numel()])).reshape(rest)
 
 
 def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a [..., i], b [..., j] and weight [o, i, j] combined to [..., o]."""
     out, left, right = weight.shape
-    y = torch.matmul(a, weight.permute(1, 0, 2).reshape(left, out * right)).unflatten(-1, [out, right])
+    y = torch.matmul(a, weight.permute(1, 0, 2).reshape(left, out * right))
+    y = y.view([*y.shape[:-1], out, right])
     y = (y * b.unsqueeze(-2)).sum(-1)
     return y if bias is None else y + bias

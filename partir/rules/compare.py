@@ -31,9 +31,7 @@ class Case:
     @property
     def call(self) -> str:
         """The call as text: `self f64[12, 12], dim 1`."""
-        names = [argument.name for argument in self.op._schema.arguments]
-        given = {**dict(zip(names, self.trial.args, strict=False)), **self.trial.kwargs}
-        return ", ".join(f"{name} {_show(value)}" for name, value in given.items())
+        return ", ".join(f"{name} {_show(value)}" for name, value in self.trial.named(self.op._schema).items())
 
 
 class NotTried(Exception):

@@ -50,7 +50,7 @@ def propose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | No
         results = as_tuple(op(*trial.args, **trial.kwargs))
     except Exception:  # an op that does not take random numbers proposes nothing
         return None
-    if not all(isinstance(result, torch.Tensor) for result in results):
+    if any(result is None for result in cast("tuple[torch.Tensor | None, ...]", results)):
         return None
     return _Search(op, trial, operands, list(results), generator).text()
 
@@ -104,8 +104,9 @@ class _Search:
     def _write(self, shapes: Sequence[tuple[int, ...]]) -> str:
         names = {place: ascii_lowercase[number] for number, (_, places) in enumerate(self.factors) for place in places}
         schema, tensors = self.op._schema, iter(range(len(shapes)))
-        given = {**dict(zip((argument.name for argument in schema.arguments), self.trial.args, strict=False)), **self.trial.kwargs}
-        arguments = [name + (_dims(next(tensors), shapes, names) if isinstance(value, torch.Tensor) else "") for name, value in given.items()]
+        given = self.trial.named(schema)
+        dims = [_dims(next(tensors), shapes, names) if isinstance(value, torch.Tensor) else "" for value in given.values()]
+        arguments = [name + text for name, text in zip(given, dims, strict=True)]
         results = [f"y{number or ''}" + _dims(next(tensors), shapes, names) for number in range(len(self.results))]
         lines = [f"op {_spelled(schema)}({', '.join(arguments)}) -> {', '.join(results)}"]
         for kind in ("sum", "whole"):
@@ -143,7 +144,7 @@ def _binding(op: Any, trial: Trial, places: Sequence[Place], shapes: Sequence[tu
         names = ["f" if (tensor, dim) in places else f"t{tensor}.{dim}" for dim in range(len(shape))]
         sizes |= dict(zip(names, shape, strict=True))
         dims.append(tuple((name,) for name in names))
-    given = {**dict(zip((argument.name for argument in op._schema.arguments), trial.args, strict=False)), **trial.kwargs}
+    given = trial.named(op._schema)
     positions = tuple((name, None) for name, value in given.items() if isinstance(value, torch.Tensor))
     operands, results = tuple(dims[:num_operands]), tuple(dims[num_operands:])
     names = tuple((f"y{number}", None) for number in range(len(results)))

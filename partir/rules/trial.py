@@ -23,6 +23,11 @@ class Trial:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def named(self, schema: Any) -> dict[str, Any]:
+        """Return the arguments by the names that the op's schema gives them."""
+        names = [argument.name for argument in schema.arguments]
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments, lists flattened."""
         found: list[torch.Tensor] = []
