@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.opinfo import database, samples_of, splits_of
+from benchmarks.opinfo import Split, database, samples_of, splits_of
 from benchmarks.opinfo_trial import Outcome, expect, try_sample
 
 VERDICTS = {

@@ -135,7 +135,8 @@ WRONG = {
         "op aten.conv1d.default(x[b (g*c) l], w[(g*o) c t], bias?[(g*o)], stride, padding, dilation, groups) -> y[b (g*o) m]\n"
         "    sum c\n    once bias over c\n    whole l t m\n    example x[2 24 14], w[24 4 3], bias[24], groups = 6",
         "op aten.conv1d.default(x[b (g*c) l], w[(g*o) c t], bias?[(g*o)], stride, padding, dilation, groups) -> y[b (g*o) m]\n"
-        "    sum c\n    once bias over c\n    whole l t m\n    local groups = size[g]\n    example x[2 24 14], w[24 4 3], bias[24], groups = 6",
+        "    sum c\n    once bias over c\n    whole l t m\n    local groups = size[g]\n"
+        "    example x[2 24 14], w[24 4 3], bias[24], groups = 6",
         "g",
     ),
 }

@@ -17,7 +17,7 @@ import torch
 from partir.errors import RuleError
 from partir.rules.binding import Binding
 from partir.rules.compare import Blocks, Case, NotTried, axes_of, first_line, first_problem
-from partir.rules.registry import builtin, find, misfit, user_rules
+from partir.rules.registry import builtin, find, misfit, overload_of, user_rules
 from partir.rules.rule import Rule
 from partir.rules.trial import make_trial
 
@@ -76,20 +76,14 @@ def check_rules(
 
     Args:
         rules: name -> Rule as `rules.load` returns them; all built-in rules by default.
-        ops: only these, as OpOverloads or names such as "aten.linear" and "my.op.default".
+        ops: only these: ops, what `partir.rule` returned, or names such as "aten.linear" and "my.op.default".
         blocks: the numbers of blocks to try; `(2, 3)` is 2 blocks of 3 each, as two axes on one dim make them.
 
     Raises:
         RuleError: a name has no rule.
     """
     if rules is None and ops is not None:
-        targets = [op for op in ops if not isinstance(op, str)]
-        rules = {str(op): found for op in targets if (found := find(op)) is not None}
-        known = {**builtin(), **user_rules()}
-        missing = [name for name in ops if isinstance(name, str) and name not in known]
-        if missing:
-            raise RuleError(f"{missing[0]} has no rule.")
-        rules |= {name: known[name] for name in ops if isinstance(name, str)}
+        rules = dict(map(_rule_of, ops))
     elif ops is not None and rules is not None:
         rules = {name: rules[name] for name in map(str, ops)}
     generator = torch.Generator().manual_seed(seed)
@@ -97,6 +91,15 @@ def check_rules(
     for name, rule in (builtin() if rules is None else rules).items():
         findings += _check_rule(name, rule, tuple(blocks), generator)
     return Report(tuple(findings))
+
+
+def _rule_of(op: Any) -> tuple[str, Rule]:
+    """Return the name and the rule of an op, given as an op or by name."""
+    name = op if isinstance(op, str) else str(overload_of(op))
+    found = {**builtin(), **user_rules()}.get(op) if isinstance(op, str) else find(overload_of(op))
+    if found is None:
+        raise RuleError(f"{name} has no rule.")
+    return name, found
 
 
 def _check_rule(name: str, rule: Rule, blocks: tuple[Blocks, ...], generator: torch.Generator) -> list[Finding]:

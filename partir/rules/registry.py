@@ -122,7 +122,7 @@ def rule(text: str) -> Callable[[Op], Op]:
 
     def register(op: Op) -> Op:
         made: Any = as_op(op) if isinstance(op, FunctionType) else op
-        target = _overload(made)
+        target = overload_of(made)
         schema = target._schema
         name = qualified_name(schema)
         reason = misfit(form, schema)
@@ -141,7 +141,7 @@ def forget(name: str) -> None:
     find.cache_clear()
 
 
-def _overload(op: Any) -> Any:
+def overload_of(op: Any) -> Any:
     """Return the OpOverload behind what `torch.library.custom_op` returns, or the overload itself."""
     if is_overload(op):
         return op
