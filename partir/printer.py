@@ -52,8 +52,8 @@ def type_text(node: Node) -> str:
         layouts = (layout,) if isinstance(layout, Layout) else tuple(layout)
         text = "; ".join(str(item) for item in layouts)
     else:
-        values = (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
-        text = "; ".join(f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]" for item in values)
+        values: tuple[Any, ...] = (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
+        text = "; ".join(f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]" for item in values if item is not None)
         text = f"local {text}" if node.meta.get("stage") and text else text
     return text if isinstance(value, torch.Tensor) else f"({text})"
 

@@ -111,7 +111,7 @@ class _Padder:
         for name, subdims in node.meta["factors"].items():
             if name in unsplit or (name in indexed and len(subdims) > 1):
                 continue
-            if any(subdim.key in self.padded for subdim in subdims):
+            if any(subdim.key in self.padded for subdim in subdims) and (name not in binding.sums or _values_with(node, binding, name)):
                 found.add(name)
         return frozenset(found)
 
@@ -130,8 +130,7 @@ class _Padder:
 
     def _mask(self, node: Node, binding: Binding, factor: str, pads: frozenset[str], reads: list[Node]) -> None:
         """Mask the pad of a summed factor in one operand, the smallest: copies in the others then count nothing."""
-        holders = [place for place, dims in enumerate(binding.operands) if any(factor in names for names in dims)]
-        place = min(holders, key=lambda place: reads[place].meta["val"].numel())
+        place = min(_values_with(node, binding, factor), key=lambda place: reads[place].meta["val"].numel())
         for dim, names in enumerate(binding.operands[place]):
             if factor not in names:
                 continue
@@ -215,6 +214,19 @@ class _Padder:
                 more = 100 * (size / subdim.size - 1)
                 found.append(f"{source_line(node.meta)}: a dim of {subdim.size} is padded to {size}: {more:.2g}% more work along it")
         return tuple(found)
+
+
+def _values_with(node: Node, binding: Binding, factor: str) -> list[int]:
+    """Return the operands with a summed factor in which zeros count nothing: not the places where a sum goes."""
+    holders = [place for place, dims in enumerate(binding.operands) if any(factor in names for names in dims)]
+    read = operands(node)
+    values = [place for place in holders if is_inexact(read[place].meta["val"])]
+    return values or (holders if len(holders) == 1 else [])
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds fractions."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _form(node: Node, dims: Sequence[Sequence[str]], pads: frozenset[str]) -> Form:

@@ -195,5 +195,8 @@ def test_an_op_without_a_rule_is_an_error_that_holds_the_rule() -> None:
     with pytest.raises(RuleError, match=re.escape(law)) as caught:
         decompose_ops(traced.graph_module, has_rule)
     assert re.match(r"test_decompose\.py:\d+", str(caught.value))
-    assert "op partir_test.scale(x[* ...], factor, weight?[* ...]) -> y[* ...]" in str(caught.value)
+    assert "\n    op partir_test.scale(x[a], factor) -> y[a]\nThis one was found by trial on this call alone" in str(caught.value)
+    with pytest.raises(RuleError) as caught:
+        decompose_ops(trace(Scales(), (torch.ones(()),)).graph_module, has_rule)
+    assert "\n    op partir_test.scale(x[* ...], factor, weight?[* ...]) -> y[* ...]\nwith a name for each dim" in str(caught.value)
     decompose_ops(trace(nn.Linear(2, 2), (torch.ones(1, 2),)).graph_module, has_rule)

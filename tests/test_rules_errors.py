@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from partir import rules
 from partir.errors import RuleError
@@ -169,12 +170,15 @@ def test_a_tensor_that_the_rule_does_not_mention_is_refused() -> None:
     assert rule.bind((x, w), {}, torch.rand(2, 5)).sums == {"k"}
 
 
-def test_rule_decorator_refuses_plain_functions_and_wrong_arity() -> None:
-    with pytest.raises(RuleError, match="plain is no torch op: make it one with @torch.library.custom_op"):
+def test_rule_decorator_refuses_functions_without_types_and_wrong_arity() -> None:
+    with pytest.raises(RuleError, match="plain: a rule needs the types of the arguments and of the result"):
 
         @rules.rule("x[*] -> y[*]")
-        def plain(x: torch.Tensor) -> torch.Tensor:
+        def plain(x):  # type: ignore[no-untyped-def]
             return x
+
+    with pytest.raises(RuleError, match="is no torch op and no function"):
+        rules.rule("x[*] -> y[*]")(nn.Identity())
 
     with pytest.raises(RuleError, match=r"aten.relu.default: the rule names 2 parameters \(x, w\), the op has 1"):
         rules.rule("x[* k], w[n k] -> y[* n]; sum k")(torch.ops.aten.relu.default)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 from partir.errors import RuleError
 from partir.rules import syntax as sx
+from partir.rules.functions import as_op
 from partir.rules.ops import is_overload, is_packet, overloads, qualified_name
 from partir.rules.parser import parse
 from partir.rules.rule import Rule
@@ -39,6 +41,11 @@ def add(path: str | Path) -> RuleTable:
     _user_rules.update(rules)
     find.cache_clear()
     return rules
+
+
+def user_rules() -> RuleTable:
+    """Return the user's own rules by op name: those of `add` and of `rule`."""
+    return dict(_user_rules)
 
 
 def parse_rules(text: str, path: str = "<rule>") -> RuleTable:
@@ -94,10 +101,14 @@ def pointwise(target: Any) -> Rule:
 
 
 def rule(text: str) -> Callable[[Op], Op]:
-    """Give an op of your own a rule, in the language of rule files.
+    """Give an op a rule, in the language of rule files.
 
     Args:
         text: ``"x[* k], w[n k] -> y[* n]; sum k"``.
+
+    What is decorated is a torch.library custom op, with a backward of its own or none, an op of torch, whose built-in rule this one
+    replaces, or a plain Python function of tensors with type hints: that becomes a custom op, one node in every graph, whose backward
+    is the function's own, derived by autograd.
 
     Example:
         >>> @rule("x[* k] -> y[* k]; whole k")
@@ -110,7 +121,8 @@ def rule(text: str) -> Callable[[Op], Op]:
     form: sx.Form = parse(text, start="inline")
 
     def register(op: Op) -> Op:
-        target = _overload(op)
+        made: Any = as_op(op) if isinstance(op, FunctionType) else op
+        target = overload_of(made)
         schema = target._schema
         name = qualified_name(schema)
         reason = misfit(form, schema)
@@ -118,7 +130,7 @@ def rule(text: str) -> Callable[[Op], Op]:
             raise RuleError(f"{name}: {reason}")
         _user_rules[name] = Rule(name, (form,), "<partir.rule>", schema)
         find.cache_clear()
-        return op
+        return made
 
     return register
 
@@ -129,7 +141,7 @@ def forget(name: str) -> None:
     find.cache_clear()
 
 
-def _overload(op: Any) -> Any:
+def overload_of(op: Any) -> Any:
     """Return the OpOverload behind what `torch.library.custom_op` returns, or the overload itself."""
     if is_overload(op):
         return op
@@ -138,7 +150,7 @@ def _overload(op: Any) -> Any:
     target = getattr(op, "_opoverload", None)
     if target is None:
         name = getattr(op, "__name__", repr(op))
-        raise RuleError(f"{name} is no torch op: make it one with @torch.library.custom_op(...) under @partir.rule(...)")
+        raise RuleError(f"{name} is no torch op and no function: put @partir.rule(...) on one of these")
     return target
 
 
@@ -151,10 +163,11 @@ def _rules(text: str, path: str, missing_ok: bool = False) -> RuleTable:
             if name in rules:
                 raise RuleError(f"{entry.where}: {name} already has a rule at {rules[name].where}")
             schemas = _schemas(name)
-            if not schemas and name.startswith("aten."):
-                if missing_ok:
-                    continue
-                raise RuleError(f"{entry.where}: torch has no op {name}")
+            if not schemas and missing_ok:
+                continue
+            if not schemas:
+                hint = "" if name.startswith("aten.") else ": import the module that defines it before the rules are read"
+                raise RuleError(f"{entry.where}: torch has no op {name}{hint}")
             _check_arity(name, entry, schemas)
             rules[name] = Rule(name, entry.forms, entry.where, schemas[0] if len(schemas) == 1 else None)
     return rules

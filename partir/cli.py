@@ -1,0 +1,84 @@
+"""The command line: `partir check-rules FILE`, the same as `python -m partir check-rules FILE`.
+
+A command is a function from its parsed options to an exit code: 0 for success, 1 for a finding, 2 for a mistake of the user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from partir.errors import PartirError
+from partir.rules import load
+from partir.rules.check import BLOCKS, Report, check_rules
+from partir.rules.compare import Blocks
+
+Command = Callable[[argparse.Namespace], int]
+FOUND, MISTAKE = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; a mistake is one message on stderr, without a traceback."""
+    options = _parser().parse_args(arguments)
+    try:
+        return cast(Command, options.command)(options)
+    except (PartirError, OSError) as error:
+        print(f"partir: {error}", file=sys.stderr)
+        return MISTAKE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="partir", description="A declarative graph compiler and auto-partitioner for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_check_rules(commands.add_parser("check-rules", help="prove the rules of a file by trial", description=_check_rules.__doc__))
+    return parser
+
+
+def _add_check_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="a .rules file")
+    help_of_import = "a module that defines ops of the file; may be given several times"
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=help_of_import)
+    help_of_blocks = "numbers of blocks to try; 2x3 is two axes on one dim"
+    parser.add_argument("--blocks", type=_blocks, nargs="+", default=list(BLOCKS), metavar="N", help=help_of_blocks)
+    parser.set_defaults(command=_check_rules)
+
+
+def _blocks(text: str) -> Blocks:
+    """Read `4` or `2x3`."""
+    counts = tuple(int(part) for part in text.split("x"))
+    if min(counts) < 1:
+        raise ValueError
+    return counts[0] if len(counts) == 1 else counts
+
+
+def _check_rules(options: argparse.Namespace) -> int:
+    """Run each op whole and in blocks as its rule says, and compare outputs and gradients. Exit code 1 where a rule is wrong."""
+    sys.path.insert(0, str(Path.cwd()))
+    for module in options.modules:
+        _import(module)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = check_rules(load(options.file), blocks=options.blocks)
+    print(_text(report))
+    return FOUND if report.of("wrong") else 0
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise PartirError(f"--import {module}: {error}") from None
+
+
+def _text(report: Report) -> str:
+    """Return the table and, for each wrong factor, the call with which it was tried."""
+    tried = [f"{each.op} {each.signature}\n    {each.factor}: {each.detail}\n    with {each.call}" for each in report.of("wrong")]
+    return "\n\n".join([str(report), *tried])
