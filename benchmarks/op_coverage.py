@@ -106,7 +106,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return the document."""
     counted = {side: Counter(getattr(row, side).verdict for row in rows) for side in ("partir", "dtensor")}
     num_samples, version = sum(row.samples for row in rows), torch.__version__.split("+")[0]
-    lines = [HEADER.strip(), "", f"{len(rows)} ops of torch {version}, {num_samples} samples.", ""]
+    lines = [HEADER.strip(), "", f"{len(rows)} of {len(database())} ops of torch {version}, {num_samples} samples.", ""]
     lines += ["| verdict | partir | DTensor | |", "|---|---|---|---|"]
     lines += [f"| {kind} | {counted['partir'][kind]} | {counted['dtensor'][kind]} | {text} |" for kind, text in VERDICTS.items()]
     for side in ("partir", "dtensor"):
@@ -127,7 +127,7 @@ def _line(row: Row) -> str:
 HEADER = """
 # The ops of torch, in blocks
 
-Written by `python -m benchmarks.op_coverage --samples {samples}`; do not edit.
+Written by `python -m benchmarks.op_coverage`, `--samples` as the column says; do not edit.
 
 Every op of torch's own database (OpInfo, `torch.testing._internal.common_methods_invocations.op_db`) with its own sample inputs,
 in float64 where the op takes it. Each dim of each tensor of a sample is split in 2 and in 3 blocks, in 5 or 7 where neither
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"    {row.partir.reason}", flush=True)
         _write(options.results, kept)
     rows = [kept[name] for name in database() if name in kept]
-    options.out.write_text(table(rows).replace("{samples}", str(options.samples)), encoding="utf-8")
+    options.out.write_text(table(rows), encoding="utf-8")
     return int(any(row.partir.verdict in ("wrong", "crashed") for row in rows))
 
 
