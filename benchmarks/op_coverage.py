@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 import warnings
@@ -120,7 +121,7 @@ def _line(row: Row) -> str:
     mine = row.partir
     share = f"{mine.share:.2f}" if mine.verdict in ("blocks", "whole", "drawn") else ""
     counts = f"{mine.counts.get('right', 0) + mine.counts.get('drawn', 0)} / {mine.counts.get('refused', 0)}"
-    reason = mine.reason.replace("|", "\\|")[:160]
+    reason = re.sub(r"(?<!\S)/\S*/", "", mine.reason).replace("|", "\\|")[:160]  # no folders of this machine
     return f"| {row.op} | {row.samples} | {mine.verdict} | {share} | {counts} | {row.dtensor.verdict} | {reason} |"
 
 
