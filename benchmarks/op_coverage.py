@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 import warnings
@@ -106,7 +107,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return the document."""
     counted = {side: Counter(getattr(row, side).verdict for row in rows) for side in ("partir", "dtensor")}
     num_samples, version = sum(row.samples for row in rows), torch.__version__.split("+")[0]
-    lines = [HEADER.strip(), "", f"{len(rows)} ops of torch {version}, {num_samples} samples.", ""]
+    lines = [HEADER.strip(), "", f"{len(rows)} of {len(database())} ops of torch {version}, {num_samples} samples.", ""]
     lines += ["| verdict | partir | DTensor | |", "|---|---|---|---|"]
     lines += [f"| {kind} | {counted['partir'][kind]} | {counted['dtensor'][kind]} | {text} |" for kind, text in VERDICTS.items()]
     for side in ("partir", "dtensor"):
@@ -120,14 +121,14 @@ def _line(row: Row) -> str:
     mine = row.partir
     share = f"{mine.share:.2f}" if mine.verdict in ("blocks", "whole", "drawn") else ""
     counts = f"{mine.counts.get('right', 0) + mine.counts.get('drawn', 0)} / {mine.counts.get('refused', 0)}"
-    reason = mine.reason.replace("|", "\\|")[:160]
+    reason = re.sub(r"(?<!\S)/\S*/", "", mine.reason).replace("|", "\\|")[:160]  # no folders of this machine
     return f"| {row.op} | {row.samples} | {mine.verdict} | {share} | {counts} | {row.dtensor.verdict} | {reason} |"
 
 
 HEADER = """
 # The ops of torch, in blocks
 
-Written by `python -m benchmarks.op_coverage --samples {samples}`; do not edit.
+Written by `python -m benchmarks.op_coverage`, `--samples` as the column says; do not edit.
 
 Every op of torch's own database (OpInfo, `torch.testing._internal.common_methods_invocations.op_db`) with its own sample inputs,
 in float64 where the op takes it. Each dim of each tensor of a sample is split in 2 and in 3 blocks, in 5 or 7 where neither
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"    {row.partir.reason}", flush=True)
         _write(options.results, kept)
     rows = [kept[name] for name in database() if name in kept]
-    options.out.write_text(table(rows).replace("{samples}", str(options.samples)), encoding="utf-8")
+    options.out.write_text(table(rows), encoding="utf-8")
     return int(any(row.partir.verdict in ("wrong", "crashed") for row in rows))
 
 
