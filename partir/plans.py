@@ -116,6 +116,11 @@ class Plan:
         """Seconds of each pass, in the order in which they ran."""
         return self.compiled.timings
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the compiler did where sizes do not divide, and what it costs: pads, copies, work done more than once."""
+        return tuple(note for node in self.compiled.annotated.graph.nodes for note in node.meta.get("notes", ()))
+
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """A record for each collective that moves data, in the order in which they run."""

@@ -159,8 +159,7 @@ def _by_stage(plan: Plan, op: str | None = None, axis: str | None = None) -> tup
 
 
 def _notes(plan: Plan) -> str:
-    notes = [note for node in plan.compiled.annotated.graph.nodes for note in node.meta.get("notes", ())]
-    return "\n".join(["notes", *(f"  {note}" for note in notes)]) if notes else ""
+    return "\n".join(["notes", *(f"  {note}" for note in plan.notes)]) if plan.notes else ""
 
 
 NUMBERS = frozenset({"bytes", "bytes a rank", "bytes for it", "forward", "backward", "both", "number"})
