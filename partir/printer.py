@@ -53,7 +53,7 @@ def type_text(node: Node) -> str:
         text = "; ".join(str(item) for item in layouts)
     else:
         values = (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
-        text = "; ".join(f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]" for item in values)
+        text = "; ".join(f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]" for item in values if item is not None)
         text = f"local {text}" if node.meta.get("stage") and text else text
     return text if isinstance(value, torch.Tensor) else f"({text})"
 

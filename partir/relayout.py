@@ -134,12 +134,14 @@ def _refine(a: Dim, b: Dim, mesh: Mesh) -> tuple[int, ...] | None:
 
 def _merge_sizes(left: list[int], right: list[int]) -> list[int] | None:
     """Return the common refinement of two factorisations of one size, major first; None where there is none."""
+    if left == right:
+        return list(left)
     left, right = list(left), list(right)
     merged: list[int] = []
     while left and right:
         a, b = left.pop(0), right.pop(0)
         small, large = min(a, b), max(a, b)
-        if large % small:
+        if not small or large % small:
             return None
         merged.append(small)
         if large > small:

@@ -83,7 +83,11 @@ def export_joint(
     patch = cast("Callable[..., AbstractContextManager[None]]", torch._functorch.config.patch)  # pyright: ignore
     with patch(debug_assert=False), torch.enable_grad():
         joint = export(flat, tuple(arguments), trace_joint=training)
-    return joint, tuple(training and needs for needs in requires_grad)
+    takes = tuple(training and needs for needs in requires_grad)
+    tangents = [node for node in joint.graph.find_nodes(op="placeholder") if str(node.target).startswith("tangents")]
+    if len(tangents) != sum(takes):
+        raise VerifyError(f"torch derives a backward of {len(tangents)} tangents where {sum(takes)} outputs have a gradient: it cannot be used.")
+    return joint, takes
 
 
 def _trace_once(

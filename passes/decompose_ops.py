@@ -18,6 +18,7 @@ import torch
 from torch import _decomp as decompositions_of_torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from partir.errors import RuleError, source_line
@@ -69,7 +70,10 @@ class _Decomposer:
         if function is None:
             _refuse(node)
         if key not in self.traces:
-            self.traces[key] = _trace(node, function)
+            traced = _trace(node, function)
+            if traced is None:
+                _refuse(node)
+            self.traces[key] = traced
         for new in self._inline(node, self.traces[key]):
             self.visit(new, (*above, key))
 
@@ -179,8 +183,12 @@ def _decomposition(node: fx.Node) -> Callable[..., Any] | None:
     return torchs.get_decompositions([target]).get(target) or torchs.core_aten_decompositions().get(target)
 
 
-def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph:
-    """Trace a decomposition on the fake operands of a node; high-level ops inside it stay whole."""
+def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph | None:
+    """Trace a decomposition on the fake operands of a node; high-level ops inside it stay whole.
+
+    None where it does not serve this call: it says so itself, there is no operand, it gives another shape or dtype, or it
+    holds a call without a result (a check that raises).
+    """
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     fakes = [leaves[index].meta["val"] for index in places]
@@ -194,19 +202,23 @@ def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph:
         return tuple(cast("Sequence[Any]", result)) if isinstance(result, tuple) else result
 
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
-    assert mode is not None, f"{node.target}: no fake operand"
+    if mode is None:
+        return None
     with mode:
-        traced = make_fx(run, pre_dispatch=True)(*fakes)
-        if any(inner.target is node.target for inner in traced.graph.nodes):
-            # Torch's own composites show themselves before dispatch, and take themselves apart after it.
-            traced = make_fx(run)(*fakes)
+        try:
+            traced = make_fx(run, pre_dispatch=True)(*fakes)
+            if any(inner.target is node.target for inner in traced.graph.nodes):
+                # Torch's own composites show themselves before dispatch, and take themselves apart after it.
+                traced = make_fx(run)(*fakes)
+        except (NotImplementedError, GuardOnDataDependentSymNode):
+            return None
     functionalize(traced.graph, set())
     for inner in list(traced.graph.nodes):
         if inner.op == "get_attr":
             _write_constant(traced, inner)
     traced.graph.eliminate_dead_code()
-    _check(node, traced.graph)
-    return traced.graph
+    silent = any(inner.op == "call_function" and "val" not in inner.meta for inner in traced.graph.nodes)
+    return traced.graph if not silent and _agrees(node, traced.graph) else None
 
 
 def _plain(value: Any) -> Any:
@@ -232,13 +244,12 @@ def _write_constant(traced: fx.GraphModule, inner: fx.Node) -> None:
     traced.graph.erase_node(inner)
 
 
-def _check(node: fx.Node, graph: fx.Graph) -> None:
+def _agrees(node: fx.Node, graph: fx.Graph) -> bool:
+    """Tell whether a decomposition gives the shapes and dtypes of its op."""
     output = next(inner for inner in graph.nodes if inner.op == "output")
     old = pytree.tree_leaves(node.meta["val"])
     new = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in pytree.tree_leaves(output.args[0])]
-    for mine, theirs in zip(new, old, strict=True):
-        same = mine.shape == theirs.shape and mine.dtype == theirs.dtype
-        assert same, f"{node.target}: decomposed {mine.dtype}{tuple(mine.shape)}, op {theirs.dtype}{tuple(theirs.shape)}"
+    return all(mine.shape == theirs.shape and mine.dtype == theirs.dtype for mine, theirs in zip(new, old, strict=True))
 
 
 def _refuse(node: fx.Node) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partir.passes import more_decompositions as more
 from partir.passes.loss_decompositions import along, cross_entropy_loss, nll_loss
 
 aten = torch.ops.aten
@@ -207,4 +208,16 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.roll.default: roll,
     aten.one_hot.default: one_hot,
     aten.repeat_interleave.self_int: repeat_interleave,
+    aten.index.Tensor: more.index,
+    aten.index_put.default: more.index_put,
+    aten.index_fill.int_Scalar: more.index_fill,
+    aten.index_fill.int_Tensor: more.index_fill,
+    aten.tril.default: more.tril,
+    aten.triu.default: more.triu,
+    aten.unfold.default: more.unfold,
+    aten.bilinear.default: more.bilinear,
+    aten._safe_softmax.default: more.safe_softmax,
+    aten.linalg_matrix_power.default: more.matrix_power,
+    aten.linalg_tensorinv.default: more.tensorinv,
+    aten.linalg_tensorsolve.default: more.tensorsolve,
 }

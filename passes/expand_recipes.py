@@ -96,7 +96,8 @@ class _Expansion:
         new.meta["val"] = _fake(op, args, kwargs)
         new.meta["binding"] = bind(new)
         layouts = [layout_of(operand) for operand in operands(new)]
-        grad = any(layout.grad for layout in layouts) and gives_gradient(new)
+        differentiable = new.meta["val"].is_floating_point() or new.meta["val"].is_complex()
+        grad = differentiable and any(layout.grad for layout in layouts) and gives_gradient(new)
         new.meta["layout"] = infer(new.meta["binding"], layouts, (new.meta["val"],), (grad,), self.mesh)[0]
         return new
 

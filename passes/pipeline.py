@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partir import rules
 from partir.checks import verify_graph
+from partir.errors import RuleError
 from partir.graph import layout_of, outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
@@ -82,9 +83,23 @@ def compile_program(
     Raises:
         PartirError: the model cannot be traced, an op has no rule, or sizes do not divide.
     """
-    run = _Run(mesh)
+    start = time.perf_counter()
+    traced = trace(model, args, kwargs)
+    timings = {"trace": time.perf_counter() - start}
+    return compile_traced(traced, mesh, options, parameter_layouts, input_layouts, timings)
+
+
+def compile_traced(
+    traced: Traced,
+    mesh: Mesh,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout] | None = None,
+    input_layouts: Mapping[str, Layout] | None = None,
+    timings: Mapping[str, float] | None = None,
+) -> Compiled:
+    """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
+    run = _Run(mesh, dict(timings or {}))
     training = torch.is_grad_enabled()
-    traced = run.time("trace", lambda: trace(model, args, kwargs))
     run.texts["traced"] = graph_text(traced.graph_module)
     graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
     graph = run.pass_("factorise_dims", graph, factorise_dims)
@@ -121,9 +136,9 @@ def compile_program(
 class _Run:
     """Runs passes one after the other, with copy, check and clock."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, timings: dict[str, float]) -> None:
         self.mesh = mesh
-        self.timings: dict[str, float] = {}
+        self.timings = timings
         self.texts: dict[str, str] = {}
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
@@ -153,7 +168,10 @@ def _has_rule(node: Node) -> bool:
     """Attention with dropout has a rule, but its random numbers are hidden inside: it is decomposed."""
     if rules.find(node.target) is None:
         return False
-    return is_drawn_by_index(node) or not bind(node).random
+    try:
+        return is_drawn_by_index(node) or not bind(node).random
+    except RuleError:  # no form of the rule fits: a decomposition may
+        return False
 
 
 def _placeholders(graph_module: GraphModule) -> list[Node]:

@@ -221,6 +221,8 @@ def _refuse_data_dependence(graph: fx.Graph) -> None:
     """Refuse numbers and shapes that were read from tensors, which tracing leaves as symbols."""
     for node in graph.nodes:
         for value in node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else (node.meta.get("val"),):
+            if isinstance(value, (list, tuple)):
+                raise TraceError(f"{source_line(node.meta)}: `{node.target}` returns a list among its results, which a graph cannot hold.")
             symbolic = isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
             if symbolic or isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise TraceError(f"{source_line(node.meta)}: " + DATA_DEPENDENT.format(what=f"`{node.target}` depends on data"))

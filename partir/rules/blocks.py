@@ -47,9 +47,10 @@ def join(blocks: Sequence[torch.Tensor], dims: Sequence[Dim], sizes: Mapping[str
         whole = torch.cat(apart, place + 1)
         return whole.reshape(*shape[:place], before * sizes[factor] * after, *shape[place + 1 :])
     for block in blocks[1:]:
-        if not torch.allclose(block.detach().double(), blocks[0].detach().double(), equal_nan=True):
+        if not torch.allclose(block.detach(), blocks[0].detach(), equal_nan=True):
             raise RuleError("blocks differ in a result that the rule calls the same on all")
-    return torch.stack([block / len(blocks) for block in blocks]).sum(0) if blocks[0].is_floating_point() else blocks[0]
+    differentiable = blocks[0].is_floating_point() or blocks[0].is_complex()
+    return torch.stack([block / len(blocks) for block in blocks]).sum(0) if differentiable else blocks[0]
 
 
 def _around(dim: Dim, factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -58,9 +59,14 @@ def _around(dim: Dim, factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def run_in_blocks(
-    op: Any, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any], factor: str, kind: str, count: int
+    op: Any, binding: Binding, args: Sequence[Any], kwargs: Mapping[str, Any], factor: str, kind: str, axes: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the op's results, computed in `count` blocks of a factor and put together as `kind` says."""
+    """Return the op's results, computed in blocks of a factor and put together as `kind` says.
+
+    Args:
+        axes: the number of blocks by axis, the outer first; what the inner axes hold is put together first.
+    """
+    count = prod(axes)
     names = [argument.name for argument in op._schema.arguments]
     call = _Call(op, binding, dict(zip(names, args, strict=False)) | dict(kwargs))
     if kind == "split":
@@ -68,16 +74,28 @@ def run_in_blocks(
     else:
         parts = [call.block(factor, block, count, kind) for block in range(count)]
     columns = zip(zip(*parts, strict=True), binding.results, strict=True)
-    return tuple(_together(list(column), dims, binding, factor, kind) for column, dims in columns)
+    return tuple(_by_axis(list(column), dims, binding, factor, kind, axes) for column, dims in columns)
 
 
-def _together(blocks: list[torch.Tensor], dims: Sequence[Dim], binding: Binding, factor: str, kind: str) -> torch.Tensor:
+def _by_axis(
+    blocks: list[torch.Tensor], dims: Sequence[Dim], binding: Binding, factor: str, kind: str, axes: Sequence[int]
+) -> torch.Tensor:
+    """Put blocks together along the innermost axis first."""
+    for place in reversed(range(len(axes))):
+        count, outer = axes[place], prod(axes[:place])
+        sizes = {**binding.sizes, factor: binding.sizes[factor] // outer}
+        groups = [blocks[start : start + count] for start in range(0, len(blocks), count)]
+        blocks = [_together(group, dims, sizes, factor, kind) for group in groups]
+    return blocks[0]
+
+
+def _together(blocks: list[torch.Tensor], dims: Sequence[Dim], sizes: Mapping[str, int], factor: str, kind: str) -> torch.Tensor:
     kept = any(factor in dim for dim in dims)
     if kind == "max" and not kept:
         return torch.stack(blocks).amax(0)
     if kind == "sum" and not kept:
         return torch.stack(blocks).sum(0)
-    return join(blocks, dims, binding.sizes, factor)
+    return join(blocks, dims, sizes, factor)
 
 
 @dataclass

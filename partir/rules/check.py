@@ -1,31 +1,36 @@
 """Prove rules by trial: run each op whole and in blocks as its rule says, and compare outputs and gradients.
 
-Every factor is split in 2, 3 and 4 blocks; the op runs on each block and the results are put together as the rule
-says: concatenated along the factor, summed, maximised, looked up with masks, or by the recipe of a `split` clause.
-Everything is differentiable: one backward through the blocks gives the gradients to compare with the whole op's.
+Every factor is split in 2, 3 and 4 blocks, and in 2 blocks of 2 as two axes on one dim make them; the op runs on each block and the
+results are put together as the rule says: concatenated along the factor, summed, maximised, looked up with masks, or by the recipe of
+a `split` clause. Everything is differentiable: one backward through the blocks gives the gradients to compare with the whole op's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from partir.errors import RuleError
 from partir.rules.binding import Binding
-from partir.rules.blocks import as_tuple, run_in_blocks
-from partir.rules.registry import builtin, find, misfit
+from partir.rules.compare import Blocks, Case, NotTried, axes_of, first_line, first_problem
+from partir.rules.registry import builtin, find, misfit, user_rules
 from partir.rules.rule import Rule
-from partir.rules.trial import Trial, make_trial
+from partir.rules.trial import make_trial
 
-TOLERANCE = 1e-9
+BLOCKS: tuple[Blocks, ...] = (2, 3, 4, (2, 2))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the trial of one factor showed. verdict: "ok", "wrong", "missing" (it could be split) or "not tried"."""
+    """What the trial of one factor showed.
+
+    verdict: "ok", "wrong", "missing" (it could be split) or "not tried".
+    call: the arguments with which it was tried.
+    """
 
     op: str
     signature: str
@@ -33,6 +38,7 @@ class Finding:
     kind: str
     verdict: str
     detail: str = ""
+    call: str = ""
 
     def __str__(self) -> str:
         return f"{self.op:<34} {self.factor:<8} {self.kind:<8} {self.verdict:<10} {self.detail}".rstrip()
@@ -63,20 +69,27 @@ class Report:
 def check_rules(
     rules: Mapping[str, Rule] | None = None,
     ops: Iterable[Any] | None = None,
-    blocks: Sequence[int] = (2, 3, 4),
+    blocks: Sequence[Blocks] = BLOCKS,
     seed: int = 0,
 ) -> Report:
     """Try every factor of every rule and report which are right.
 
     Args:
         rules: name -> Rule as `rules.load` returns them; all built-in rules by default.
-        ops: only these, as OpOverloads or names such as "aten.linear".
-        blocks: the numbers of blocks to try.
+        ops: only these, as OpOverloads or names such as "aten.linear" and "my.op.default".
+        blocks: the numbers of blocks to try; `(2, 3)` is 2 blocks of 3 each, as two axes on one dim make them.
+
+    Raises:
+        RuleError: a name has no rule.
     """
     if rules is None and ops is not None:
         targets = [op for op in ops if not isinstance(op, str)]
         rules = {str(op): found for op in targets if (found := find(op)) is not None}
-        rules |= {name: builtin()[name] for name in ops if isinstance(name, str)}
+        known = {**builtin(), **user_rules()}
+        missing = [name for name in ops if isinstance(name, str) and name not in known]
+        if missing:
+            raise RuleError(f"{missing[0]} has no rule.")
+        rules |= {name: known[name] for name in ops if isinstance(name, str)}
     elif ops is not None and rules is not None:
         rules = {name: rules[name] for name in map(str, ops)}
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +99,7 @@ def check_rules(
     return Report(tuple(findings))
 
 
-def _check_rule(name: str, rule: Rule, blocks: tuple[int, ...], generator: torch.Generator) -> list[Finding]:
+def _check_rule(name: str, rule: Rule, blocks: tuple[Blocks, ...], generator: torch.Generator) -> list[Finding]:
     findings: list[Finding] = []
     op = _op_of(name, rule)
     if op is None:
@@ -101,10 +114,10 @@ def _check_rule(name: str, rule: Rule, blocks: tuple[int, ...], generator: torch
             result = op(*trial.args, **trial.kwargs)
             binding = single.bind(trial.args, trial.kwargs, result)
         except (RuntimeError, RuleError, IndexError, TypeError, ValueError) as error:
-            reason = f"the example does not run: {_first_line(error)}"
+            reason = f"the example does not run: {first_line(error)}"
             findings.append(Finding(name, form.signature, "", "", "not tried", reason))
             continue
-        case = _Case(op, form.signature, binding, trial, generator)
+        case = Case(op, form.signature, binding, trial, generator)
         findings += [_check_factor(case, factor, blocks) for factor in binding.sizes]
     return findings
 
@@ -123,55 +136,36 @@ def _op_of(name: str, rule: Rule) -> Any:
     return None
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One form of a rule with a call to try it on."""
-
-    op: Any
-    signature: str
-    binding: Binding
-    trial: Trial
-    generator: torch.Generator
-
-    def finding(self, factor: str, verdict: str, detail: str = "") -> Finding:
-        return Finding(self.binding.rule, self.signature, factor, kind_of(self.binding, factor), verdict, detail)
+def _finding(case: Case, factor: str, verdict: str, detail: str = "") -> Finding:
+    return Finding(case.binding.rule, case.signature, factor, kind_of(case.binding, factor), verdict, detail, case.call)
 
 
-class _NotTried(Exception):
-    """The whole op itself does not run or has no gradient."""
-
-
-def _check_factor(case: _Case, factor: str, blocks: tuple[int, ...]) -> Finding:
+def _check_factor(case: Case, factor: str, blocks: tuple[Blocks, ...]) -> Finding:
     size = case.binding.sizes[factor]
-    tried = [count for count in blocks if size % count == 0 and size > 1]
+    tried = [each for each in blocks if size % prod(axes_of(each)) == 0 and size > 1]
     if case.binding.random:
-        return case.finding(factor, "not tried", "random")
+        return _finding(case, factor, "not tried", "random")
     if not tried:
-        return case.finding(factor, "not tried", f"size {size} has no such blocks")
+        return _finding(case, factor, "not tried", f"size {size} has no such blocks")
     if "empty" in case.op._schema.name:
-        return case.finding(factor, "not tried", "the values are undefined")
+        return _finding(case, factor, "not tried", "the values are undefined")
     kind = kind_of(case.binding, factor)
     try:
         if kind == "whole":
-            return case.finding(factor, *_try_whole(case, factor, tried))
-        problem = _first_problem(case, factor, kind, tried)
-        return case.finding(factor, "wrong" if problem else "ok", problem or "")
-    except _NotTried as reason:
-        return case.finding(factor, "not tried", str(reason))
+            return _finding(case, factor, *_try_whole(case, factor, tried))
+        problem = first_problem(case, factor, kind, tried)
+        return _finding(case, factor, "wrong" if problem else "ok", problem or "")
+    except NotTried as reason:
+        return _finding(case, factor, "not tried", str(reason))
 
 
-def _first_problem(case: _Case, factor: str, kind: str, tried: list[int]) -> str | None:
-    problems = (_compare(case, factor, kind, count) for count in tried)
-    return next((problem for problem in problems if problem is not None), None)
-
-
-def _try_whole(case: _Case, factor: str, tried: list[int]) -> tuple[str, str]:
+def _try_whole(case: Case, factor: str, tried: list[Blocks]) -> tuple[str, str]:
     """Try whether a factor that the rule keeps whole could be split, or summed, after all."""
     if not any(factor in dim for dims in case.binding.operands for dim in dims):
         return "ok", "made whole on each rank"
     kept = any(factor in dim for dims in case.binding.results for dim in dims)
     for kind, what in (("free", "split"),) if kept else (("free", "split"), ("sum", "summed")):
-        if _first_problem(case, factor, kind, tried) is None:
+        if first_problem(case, factor, kind, tried) is None:
             return "missing", f"{factor} could be {what}"
     return "ok", ""
 
@@ -180,74 +174,3 @@ def kind_of(binding: Binding, factor: str) -> str:
     """Say how a binding treats a factor."""
     kinds = {"whole": binding.whole, "split": binding.splits, "sum": binding.sums, "max": binding.maxima}
     return next((kind for kind, factors in kinds.items() if factor in factors), "free")
-
-
-def _compare(case: _Case, factor: str, kind: str, count: int) -> str | None:
-    """Return how the run in blocks differs from the whole op, or None when it does not."""
-    op, first, second = case.op, _leaves(case.trial), _leaves(case.trial)
-    try:
-        whole = as_tuple(op(*first.args, **first.kwargs))
-        cotangents = [_cotangent(result, case.generator) for result in whole]
-        expected = _gradients(whole, cotangents, first)
-    except RuntimeError as error:
-        raise _NotTried(_first_line(error)) from None
-    try:
-        parts = run_in_blocks(op, case.binding, second.args, second.kwargs, factor, kind, count)
-        if problem := _difference(whole, parts, "result"):
-            return f"{count} blocks: {problem}"
-        problem = _difference(expected, _gradients(parts, cotangents, second), "the gradient of operand")
-    except (RuntimeError, IndexError, ValueError, TypeError, RuleError) as error:
-        return f"{count} blocks: {_first_line(error)}"
-    return f"{count} blocks: {problem}" if problem else None
-
-
-def _cotangent(result: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
-    """Return a random gradient of a result, None for integers."""
-    if not result.is_floating_point():
-        return None
-    return torch.rand(result.shape, generator=generator, dtype=result.dtype)
-
-
-def _difference(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], what: str) -> str | None:
-    for number, (one, other) in enumerate(zip(expected, actual, strict=True)):
-        if one.shape != other.shape:
-            return f"{what} {number} has shape {list(other.shape)}, not {list(one.shape)}"
-        if one.dtype != other.dtype:
-            return f"{what} {number} has dtype {other.dtype}, not {one.dtype}"
-        if not _close(one, other):
-            distance = (one.detach().double() - other.detach().double()).abs().max()
-            return f"{what} {number} differs by {float(distance):.2g}"
-    return None
-
-
-def _leaves(trial: Trial) -> Trial:
-    """Copy the call with fresh tensors that record gradients."""
-    return Trial(tuple(map(_leaf, trial.args)), {name: _leaf(value) for name, value in trial.kwargs.items()})
-
-
-def _leaf(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_leaf(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.is_floating_point())
-    return value
-
-
-def _gradients(results: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None], trial: Trial) -> list[torch.Tensor]:
-    """Return the gradient of every tensor of the call that has one."""
-    wanted = [leaf for leaf in trial.tensors() if leaf.requires_grad]
-    pairs = zip(results, cotangents, strict=True)
-    terms = [(y * c).sum() for y, c in pairs if c is not None and y.requires_grad]
-    if not terms:
-        return [torch.zeros_like(leaf) for leaf in wanted]
-    return list(torch.autograd.grad(torch.stack(terms).sum(), wanted, allow_unused=True, materialize_grads=True))
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.detach().double(), other.detach().double()
-    scale = float(one[one.isfinite()].abs().max()) if one.isfinite().any() else 0.0
-    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:100] if str(error).strip() else type(error).__name__

@@ -37,7 +37,7 @@ Clauses (a factor that none mentions is free):
     local size = shape[y]       the attribute's value on one rank: shape[y], shape[y, dim], size[f], min, max, sum, len,
                                 part(list, start, count)
     flops 2 * k * numel[y]      floating point operations
-    when condition              the form applies only then
+    when condition              the form applies only then; conditions read attributes and shape[x]
     regroup | repeat repeats    result dims regroup, or repeat, the operand's
     example x[12 24], dim = 1   inputs for check_rules, where the patterns do not say enough
 """

@@ -41,6 +41,11 @@ def add(path: str | Path) -> RuleTable:
     return rules
 
 
+def user_rules() -> RuleTable:
+    """Return the user's own rules by op name: those of `add` and of `rule`."""
+    return dict(_user_rules)
+
+
 def parse_rules(text: str, path: str = "<rule>") -> RuleTable:
     """Return the rules in text, as `load` does for a file."""
     return _rules(text, path)

@@ -74,7 +74,7 @@ class _Binder:
         schema_names = dict(zip((pattern.name for pattern in self.form.parameters), self.values, strict=False))
         self.attributes = {name: self.values[real] for name, real in schema_names.items()}
         for clause in self._of(sx.When):
-            if not ex.evaluate(clause.condition, self.attributes):
+            if not self._holds(clause.condition):
                 raise Mismatch(f"not `{clause}`")
         self.matching = Matching(self.attributes)
         self.names: list[str] = []
@@ -121,7 +121,11 @@ class _Binder:
         return [clause for clause in self.form.clauses if isinstance(clause, kind)]
 
     def _holds(self, condition: ex.Expression | None) -> bool:
-        return condition is None or bool(ex.evaluate(condition, self.attributes))
+        return condition is None or bool(ex.evaluate(condition, self.attributes, self._shape))
+
+    def _shape(self, kind: str, names: tuple[str, ...]) -> list[int]:
+        """Return the global sizes of an operand: what `shape[x]` means in a condition."""
+        return [int(size) for size in self.attributes[names[0]].shape]
 
     def _match_operands(self, schema_names: Mapping[str, str]) -> None:
         for pattern in self.form.operands():

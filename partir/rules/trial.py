@@ -92,12 +92,26 @@ def auto_shape(pattern: sx.Pattern) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def random_tensor(shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
-    """Return random numbers in float64, ids below 12, or booleans with every row partly true."""
-    if dtype == "int":
+def random_tensor(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers in float64, or what an example's kind says.
+
+    int: ids below 12; range: 0 1 2 ...; one: 1 2 3 ... along the last dim (pivots); bool: every row partly true;
+    unit: between 0 and 1; sorted: ascending along the last dim; definite: symmetric with a large diagonal; complex.
+    """
+    if kind == "int":
         return torch.randint(0, SIZE, shape, generator=generator)
-    if dtype == "bool":
-        return torch.rand(shape, generator=generator) > 0.3
-    values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+    if kind in ("range", "one"):
+        first = int(kind == "one")
+        return torch.arange(first, shape[-1] + first, dtype=torch.int32 if first else torch.int64).expand(shape).clone()
+    values = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if kind == "bool":
+        return values > 0.3
+    if kind == "unit":
+        return values
     signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-    return values * signs if prod(shape) > 1 else values
+    signed = (values + 0.1) * signs if prod(shape) > 1 else values + 0.1
+    if kind == "sorted":
+        return signed.sort(-1).values
+    if kind == "definite":
+        return signed + signed.mT + torch.eye(shape[-1], dtype=torch.float64) * 4 * shape[-1]
+    return torch.complex(signed, values) if kind == "complex" else signed

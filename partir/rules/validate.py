@@ -118,8 +118,10 @@ def _check_condition(condition: ex.Expression | None, form: sx.Form, source: Sou
             _check_attribute(part.name, form, source)
         if isinstance(part, ex.Call):
             _check_list_function(part, source)
-        if isinstance(part, ex.Lookup | ex.Reduce):
-            raise source.error("a condition reads attributes only", _token(part))
+        if isinstance(part, ex.Lookup) and part.kind == "shape" and len(part.names) == 1:
+            _check_operands(part.names, {pattern.name for pattern in form.operands()} - lists, source)
+        elif isinstance(part, ex.Lookup | ex.Reduce):
+            raise source.error("a condition reads attributes, and shape[x] of operands, only", _token(part))
 
 
 def _check_list_function(call: ex.Call, source: Source) -> None:
