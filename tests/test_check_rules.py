@@ -9,6 +9,7 @@ from partir import rules
 from partir.errors import RuleError
 from partir.rules.check import Report, check_rules
 
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
