@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -160,9 +161,25 @@ def _depends_on_data(result: Any) -> bool:
 def _contexts(model: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[AbstractContextManager[Any]]:
     yield _attributes_kept(model)
     yield _functions_as_ops()
+    yield _every_frame()
     # A graph made in inference mode could not be differentiated; the grad mode itself is the user's.
     yield torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     yield cast("AbstractContextManager[Any]", stateless._reparametrize_module(model, state))  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _every_frame() -> Generator[None]:
+    """Let stack traces hold the functions that forward calls, which export leaves out: there the user's line is."""
+    name = "_record_forward_stack_traces_only"
+    before: Any = PythonKeyTracer.__dict__.get(name)
+    setattr(PythonKeyTracer, name, property(lambda self: False, lambda self, value: None))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(PythonKeyTracer, name)
+        else:
+            setattr(PythonKeyTracer, name, before)
 
 
 @contextmanager

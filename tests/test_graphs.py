@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import partir
 from partir.equivalence import relative_difference
-from partir.errors import TraceError
+from partir.errors import TraceError, source_line
 from partir.module import parallelized
+from partir.passes.trace import trace
 from tests.graph_shapes import SHAPES, Graph, x
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,6 +97,15 @@ def test_a_write_through_a_detach_is_refused_and_one_into_a_copy_is_not() -> Non
     with pytest.raises(TraceError, match="writes through a detach into a value that has a gradient"):
         partir.verify(Graph(through, a=nn.Linear(12, 12)), (2, 1, 2), x())
     partir.verify(Graph(beside, a=nn.Linear(12, 12)), (2, 1, 2), x())
+
+
+def test_an_op_is_known_by_the_line_of_the_function_that_calls_it() -> None:
+    def inner(m: Any, x: Tensor) -> Tensor:
+        return m.a(x).relu()
+
+    traced = trace(Graph(inner, a=nn.Linear(12, 12)), (x(),))
+    relu = next(node for node in traced.graph_module.graph.nodes if node.name == "relu")
+    assert source_line(relu.meta) == f"test_graphs.py:{inner.__code__.co_firstlineno + 1}"
 
 
 class Scaled(torch.autograd.Function):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 import partir
+from partir.equivalence import relative_difference
 from partir.errors import PartirError
 from partir.rules.registry import forget
 from tests.real_models.all import CASES
@@ -42,11 +46,23 @@ def test_a_model_is_refused_with_the_users_line(name: str) -> None:
 
 
 def test_grouped_experts_with_the_rule_that_their_error_asks_for() -> None:
+    """In float32: the op takes no other."""
+    torch.manual_seed(0)
     case = CASES["transformers Mixtral (grouped)"]
-    case.build(SIZES["odd"], "sdpa")  # loads the package, which registers the op
+    model, _, inputs = case.build(SIZES["odd"], "sdpa")
+    op = torch.ops.transformers.grouped_mm_fallback.default
     try:
-        partir.rule("input[n k], weight[e k m], offs[f] -> y[n m]; sum k; whole n e f")(torch.ops.transformers.grouped_mm_fallback.default)
-        assert worst_difference(case, Run("sdpa", "odd", (2, 2, 2))) <= case.tolerance
+        partir.rule("input[n k], weight[e k m], offs[f] -> y[n m]; sum k; whole n e f")(op)
+        twin = partir.parallelize(copy.deepcopy(model), mesh=(2, 2, 2))
+        found, expected = twin(**inputs).loss, model(**inputs).loss
+        assert relative_difference(found.detach(), expected.detach()) <= case.tolerance
+        found.backward()
+        expected.backward()
+        gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+        known = {name: cast(Tensor, parameter.grad) for name, parameter in model.named_parameters()}
+        rounding = torch.finfo(torch.float32).eps * max(float(gradient.abs().max()) for gradient in known.values())
+        for name, gradient in known.items():
+            assert relative_difference(cast(Tensor, gradients[name]), gradient, rounding / case.tolerance) <= case.tolerance, name
     finally:
         forget("transformers.grouped_mm_fallback.default")
 
