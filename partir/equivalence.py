@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,13 +25,14 @@ class Report:
     """How far a mesh is from one device: the largest relative difference of each tensor.
 
     The relative difference of a tensor is ``max|a - b| / max(max|b|, 1e-6 * the largest |b| of all its kind)``: a key bias
-    has a gradient that is zero but for rounding.
+    has a gradient that is zero but for rounding, the batches of a normalised value a mean.
 
     Args:
         mesh: the simulated mesh.
         loss: relative difference of the loss.
         outputs: of each output.
-        gradients: of each parameter's gradient, by name.
+        gradients: of each parameter's gradient, by name, and of each input's that requires one.
+        buffers: of each buffer after the call, by name.
         tolerance: the largest difference allowed.
     """
 
@@ -39,15 +40,17 @@ class Report:
     loss: float
     outputs: tuple[float, ...]
     gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
     tolerance: float
 
     @property
     def worst(self) -> float:
         """The largest difference of all."""
-        return max([self.loss, *self.outputs, *self.gradients.values()])
+        return max([self.loss, *self.outputs, *self.gradients.values(), *self.buffers.values()])
 
     def __str__(self) -> str:
         rows = [("loss", self.loss), *((f"output {i}", d) for i, d in enumerate(self.outputs)), *self.gradients.items()]
+        rows += self.buffers.items()
         width = max(len(name) for name, _ in rows)
         head = f"mesh {self.mesh} against one device, float64, largest relative differences"
         return "\n".join([head, *(f"  {name:<{width}}  {value:.2e}" for name, value in rows)])
@@ -81,13 +84,13 @@ def verify(
     """
     _refuse_meta(model)
     given = tuple(cast("list[Any]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", _to_double((given, dict(example_kwargs or {}))))
+    call = (given, dict(example_kwargs or {}))
     options = {"memory": memory, "vectors": vectors, "pin": pin, "outputs": "whole"}
     parallel = parallelize(_double(model), mesh, **cast(Any, options))
-    ours = _run(parallel, args, kwargs)
+    ours = _run(parallel, call)
     random = any(slot.kind == "seed" for program in parallelized(parallel).programs() for slot in program.inputs)
     with same_randomness(torch.initial_seed()) if random else nullcontext():
-        theirs = _run(_double(model), args, kwargs)
+        theirs = _run(_double(model), call)
     report = _compare(Mesh.parse(mesh), ours, theirs, tolerance)
     _raise_on_difference(report)
     return report
@@ -98,6 +101,7 @@ class _Result:
     loss: Tensor
     outputs: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -119,7 +123,9 @@ def _to_double(value: Any) -> Any:
     return tree_map(convert, value)
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
+def _run(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> _Result:
+    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", _to_double(call))
+    inputs, _ = flatten_inputs(args, kwargs)
     model.zero_grad()
     tensors, _ = flatten_inputs((model(*args, **kwargs),), {})
     outputs = tuple(tensor for tensor in tensors)
@@ -127,7 +133,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Re
     if loss.requires_grad:
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return _Result(loss.detach(), tuple(output.detach() for output in outputs), gradients)
+    gradients |= {f"input {number}": given.grad for number, given in enumerate(inputs) if given.requires_grad}
+    return _Result(loss.detach(), tuple(output.detach() for output in outputs), gradients, dict(model.named_buffers()))
 
 
 def _loss(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -142,7 +149,7 @@ def _loss(outputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def relative_difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
-    """Return ``max|a - b| / max(max|b|, scale)``; 0 for two zero or empty tensors."""
+    """Return ``max|a - b| / max(max|b|, scale)`` over the finite b; 0 for two zero or empty tensors."""
     if a.shape != b.shape:
         return float("inf")
     if a.numel() == 0:
@@ -152,12 +159,11 @@ def relative_difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     difference = float(torch.where(same, 0.0, (a - b).abs()).max())
     if difference != difference:
         return float("inf")
-    return difference / max(float(b.abs().max()), scale) if difference else 0.0
+    return difference / max(float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()), scale) if difference else 0.0
 
 
 def _compare(mesh: Mesh, ours: _Result, theirs: _Result, tolerance: float) -> Report:
-    known = [g for g in theirs.gradients.values() if g is not None]
-    scale = 1e-6 * max([float(g.abs().max()) for g in known if g.numel()], default=0.0)
+    scale = _scale(theirs.gradients.values())
     gradients: dict[str, float] = {}
     for name, expected in theirs.gradients.items():
         found = ours.gradients[name]
@@ -167,12 +173,20 @@ def _compare(mesh: Mesh, ours: _Result, theirs: _Result, tolerance: float) -> Re
             continue
         gradients[name] = relative_difference(found, expected, scale)
     outputs = tuple(relative_difference(a, b) for a, b in zip(ours.outputs, theirs.outputs, strict=True))
-    return Report(mesh, relative_difference(ours.loss, theirs.loss), outputs, gradients, tolerance)
+    least = _scale(theirs.buffers.values())
+    buffers = {name: relative_difference(ours.buffers[name], expected, least) for name, expected in theirs.buffers.items()}
+    return Report(mesh, relative_difference(ours.loss, theirs.loss), outputs, gradients, buffers, tolerance)
+
+
+def _scale(tensors: Iterable[Tensor | None]) -> float:
+    """Return a millionth of the largest number of all: what is smaller may be zero but for rounding."""
+    return 1e-6 * max([float(t.abs().max()) for t in tensors if t is not None and t.is_floating_point() and t.numel()], default=0.0)
 
 
 def _raise_on_difference(report: Report) -> None:
     rows = [("the loss", report.loss), *((f"output {i}", d) for i, d in enumerate(report.outputs))]
     rows += [(f"the gradient of {name}", d) for name, d in report.gradients.items()]
+    rows += [(f"the buffer {name}", d) for name, d in report.buffers.items()]
     for what, difference in rows:
         if not difference <= report.tolerance:
             raise VerifyError(

@@ -172,7 +172,13 @@ class Parallelized:
         self, model: nn.Module, program: Program, traced: Any, inputs: Mapping[str, Tensor], seed: tuple[int, int]
     ) -> list[Tensor]:
         constants = {slot.name: slot.value for slot in traced.slots if slot.kind == "constant"}
-        return [_tensor(model, slot, constants, inputs, seed) for slot in program.inputs]
+        tensors = [_tensor(model, slot, constants, inputs, seed) for slot in program.inputs]
+        if not torch.is_grad_enabled():
+            return tensors
+        # The backward reads what the forward read of a buffer, and not what the call writes into it at its end.
+        written = {name for _, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers)}
+        slots = zip(program.inputs, tensors)
+        return [t.clone() if slot.kind == "buffer" and slot.name in written else t for slot, t in slots]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
         """Copy the state that a copied module changes; programs and groups serve both."""

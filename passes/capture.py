@@ -1,8 +1,8 @@
 """Run a module once on fake tensors under `torch.export` and return the raw graph; torch's private calls are made here.
 
 Non-strict `torch.export` runs the user's Python on fake tensors: nothing is computed and no weights are needed. It
-accepts some models whose gradients it then loses, so everything that would be lost is refused here: custom backward
-functions, tensor hooks, values that leave the graph for Python.
+accepts some models whose gradients it then loses, so everything that would be lost is refused here: tensor hooks, values
+that leave the graph for Python. A function with a backward of its own becomes one op.
 
 Ensures: the module is as it was, its parameters, flags and attributes the same objects, also after a failure.
 """
@@ -19,11 +19,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from partir.errors import TraceError
+from partir.passes.autograd_functions import call_as_op, give_rules
 from partir.passes.structure import Structure, flatten
 from partir.passes.user_lines import DATA_DEPENDENT, fail, refuse
 
@@ -62,6 +64,9 @@ def capture(model: nn.Module, leaves: Sequence[torch.Tensor], structure: Structu
             raise
         except Exception as error:
             refuse(error)
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            give_rules(module.graph)
     assert wrapper.returned.outputs is not None
     return Capture(program, wrapper.returned.outputs, wrapper.returned.assigned)
 
@@ -155,10 +160,26 @@ def _depends_on_data(result: Any) -> bool:
 
 def _contexts(model: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[AbstractContextManager[Any]]:
     yield _attributes_kept(model)
-    yield _no_autograd_functions()
+    yield _functions_as_ops()
+    yield _every_frame()
     # A graph made in inference mode could not be differentiated; the grad mode itself is the user's.
     yield torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     yield cast("AbstractContextManager[Any]", stateless._reparametrize_module(model, state))  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _every_frame() -> Generator[None]:
+    """Let stack traces hold the functions that forward calls, which export leaves out: there the user's line is."""
+    name = "_record_forward_stack_traces_only"
+    before: Any = PythonKeyTracer.__dict__.get(name)
+    setattr(PythonKeyTracer, name, property(lambda self: False, lambda self, value: None))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(PythonKeyTracer, name)
+        else:
+            setattr(PythonKeyTracer, name, before)
 
 
 @contextmanager
@@ -203,22 +224,18 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _no_autograd_functions() -> Generator[None]:
-    """Refuse `torch.autograd.Function`, whose backward non-strict export drops without a word."""
+def _functions_as_ops() -> Generator[None]:
+    """Make each `torch.autograd.Function` one op, where non-strict export would drop its backward without a word."""
 
     # Not Function itself: `square = Square.apply`, at the top of a file, has taken its method already.
     base: Any = _SingleLevelFunction
 
-    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type, *args: Any) -> Any:
         if cls.__name__.startswith("GeneratedBackwardFor_"):  # a torch.library op's: one node, differentiated later
-            return cast(Any, super(base, cast(Any, cls))).apply(*args, **kwargs)
-        fail(
-            f"torch.autograd.Function `{cls.__name__}`: its backward is not part of the graph, "
-            "gradients would be silently wrong. Write it as plain torch ops, or as a torch.library custom op with "
-            "register_autograd and a rule."
-        )
+            return cast(Any, super(base, cast(Any, cls))).apply(*args)
+        return call_as_op(cls, args)
 
-    base.apply = classmethod(refuse_function)
+    base.apply = classmethod(apply)
     try:
         yield
     finally:

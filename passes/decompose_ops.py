@@ -222,6 +222,8 @@ def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph | None:
     if mode is None:
         return None
     with mode:
+        # Contiguous: strides are no part of a graph, and some of torch's decompositions write by them.
+        fakes = [fake.new_empty(fake.shape) for fake in fakes]
         try:
             traced = make_fx(run, pre_dispatch=True)(*fakes)
             if any(inner.target is node.target for inner in traced.graph.nodes):

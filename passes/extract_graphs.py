@@ -22,11 +22,12 @@ from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes import aot
 from partir.passes.name_values import Names, copy_as, short_name
-from partir.passes.node_facts import collective, is_getitem, operands, shape_and_dtype
+from partir.passes.node_facts import collective, is_getitem, op_name, operands, shape_and_dtype
 from partir.passes.partition import Partition, is_tangent
 from partir.program import Slot
 
 Layouts = Layout | tuple[Layout, ...] | None
+_VIEWS = frozenset({"aten::view", "aten::_unsafe_view"})
 KEPT = ("reason", "origin", "stack_trace", "nn_module_stack")
 
 
@@ -116,6 +117,8 @@ class _Writer:
         """
         wanted = _identifier(name) if name else short_name(node)
         copy = copy_as(self.graph, node, self.copies, wanted if name in self._reserved else self._names.free(wanted))
+        if op_name(node) in _VIEWS:
+            copy.target = torch.ops.aten.reshape.default  # the strides of a fake are not always those of its op
         source = self._origins.get(aot.origin(node) or "")
         facts = _kept(source) if source is not None else {}
         copy.meta = {"val": node.meta.get("val"), "stage": self._stage, **facts}
@@ -194,9 +197,15 @@ def _lowered_values(nodes: Sequence[Node], origins: Mapping[str, Node], mesh: Me
             name = items.get((source.name, index))
             if name is not None and _holds(node, layouts[index], mesh):
                 last[name] = (node, layouts[index])
-        elif layouts is not None and len(cast("Sequence[Any]", node.meta["val"])) == len(layouts):
+        elif layouts is not None and _num_results(node) == len(layouts):
             last[source.name] = (node, layouts)
     return {node: (name, layout) for name, (node, layout) in last.items()}
+
+
+def _num_results(node: Node) -> int:
+    """Return how many results a call has; one that is a tensor is a part of an op that was taken apart."""
+    value = node.meta.get("val")
+    return len(cast("Sequence[Any]", value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _holds(node: Node, layout: Layout, mesh: Mesh) -> bool:

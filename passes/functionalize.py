@@ -99,6 +99,8 @@ class _Writer:
             self.latest[node] = value
             self.versions[node] = self.versions.get(node, 0) + 1
             return
+        if view.target is aten.detach.default and view.parent in self.reached:
+            _refuse(writer, "it writes through a detach into a value that has a gradient")
         whole = self.read(view.parent)
         scattered = scatter(view, whole, value)
         if scattered is None:

@@ -255,14 +255,15 @@ def test_stack_trace_ends_with_the_users_line() -> None:
     assert list(node.meta["nn_module_stack"].values())[-1][0] == "blocks.0.attn.qkv"
 
 
-class Square(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x * x
+        ctx.mark_dirty(x)
+        return x.mul_(2)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient * 100
+        return gradient * 2
 
 
 def branches(x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +302,7 @@ def straight_through(x: torch.Tensor) -> torch.Tensor:
         (branches, "control flow, Python numbers and shapes", "x if x.sum() > 0 else -x"),
         (takes_number, "control flow, Python numbers and shapes", "x * x.sum().item()"),
         (chooses, "control flow, Python numbers and shapes", "x[x > 0]"),
-        (Square.apply, "torch.autograd.Function `Square`: its backward is not part of the graph", ""),
+        (lambda x: Doubled.apply(x.clone()), "torch.autograd.Function `Doubled`: it writes into its input in place", "Doubled.apply("),
         (hooks, "register_hook on a tensor inside forward", "y.register_hook("),
         (casts, "autocast inside forward is not supported", ""),
         (lambda x: x.mul_(2), "forward writes into the input `args[0]` in place", ""),
@@ -316,7 +317,7 @@ def test_what_a_graph_cannot_hold_is_refused(function: Any, law: str, code: str)
     assert code in str(caught.value)
     if code:
         assert re.search(r"test_trace\.py:\d+: `", str(caught.value))
-    assert Square.apply(torch.full((1,), 3.0)) == 9
+    assert Doubled.apply(torch.full((1,), 3.0)) == 6
     assert ops(trace(Calls(lambda y: y * 2), (x,))) == ["mul"]
 
 

@@ -1,0 +1,74 @@
+"""Models that other people wrote have the loss, outputs, gradients and buffers of one device, or are refused with one clear error."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+import partir
+from partir.equivalence import relative_difference
+from partir.errors import PartirError
+from partir.rules.registry import forget
+from tests.real_models.all import CASES
+from tests.real_models.case import SIZES, Case, Run, runs, worst_difference
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WORKS = {name: case for name, case in CASES.items() if not case.refused}
+REFUSED = {name: case for name, case in CASES.items() if case.refused}
+EVERY = [(name, run) for name, case in WORKS.items() for run in runs(case)]
+QUICK_MESHES = ((2, 1, 2), (1, 2, 1))
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_model_is_that_of_one_device(name: str) -> None:
+    case = WORKS[name]
+    mesh = QUICK_MESHES[list(WORKS).index(name) % len(QUICK_MESHES)]
+    assert worst_difference(case, Run(case.attentions[0], "odd", mesh)) <= case.tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "run"), EVERY, ids=[f"{name} {run}" for name, run in EVERY])
+def test_every_run(name: str, run: Run) -> None:
+    assert worst_difference(CASES[name], run) <= CASES[name].tolerance
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_is_refused_with_the_users_line(name: str) -> None:
+    case: Case = REFUSED[name]
+    with pytest.raises(PartirError, match=r"^\S*\.py:\d+") as caught:
+        worst_difference(case, Run(case.attentions[0], "odd", (2, 2, 2)))
+    assert case.refused in str(caught.value)
+
+
+def test_grouped_experts_with_the_rule_that_their_error_asks_for() -> None:
+    """In float32: the op takes no other."""
+    torch.manual_seed(0)
+    case = CASES["transformers Mixtral (grouped)"]
+    model, _, inputs = case.build(SIZES["odd"], "sdpa")
+    op = torch.ops.transformers.grouped_mm_fallback.default
+    try:
+        partir.rule("input[n k], weight[e k m], offs[f] -> y[n m]; sum k; whole n e f")(op)
+        twin = partir.parallelize(copy.deepcopy(model), mesh=(2, 2, 2))
+        found, expected = twin(**inputs).loss, model(**inputs).loss
+        assert relative_difference(found.detach(), expected.detach()) <= case.tolerance
+        found.backward()
+        expected.backward()
+        gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+        known = {name: cast(Tensor, parameter.grad) for name, parameter in model.named_parameters()}
+        rounding = torch.finfo(torch.float32).eps * max(float(gradient.abs().max()) for gradient in known.values())
+        for name, gradient in known.items():
+            assert relative_difference(cast(Tensor, gradients[name]), gradient, rounding / case.tolerance) <= case.tolerance, name
+    finally:
+        forget("transformers.grouped_mm_fallback.default")
+
+
+def test_the_table_of_models_has_every_model() -> None:
+    table = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    for name, case in CASES.items():
+        for attention in case.attentions:
+            assert f"| {name} | {attention} |" in table, f"{name} {attention}: run python -m tests.real_models.table > docs/models.md"
