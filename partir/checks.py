@@ -98,12 +98,12 @@ def check_collectives(graph_module: GraphModule, mesh: Mesh) -> Reasons:
             yield node, str(error)
             continue
         found = layouts_of(node) if isinstance(expected, tuple) else layout_of(node)
-        if _stripped(expected, mesh) != _stripped(found, mesh):
+        if _canonical(expected, mesh) != _canonical(found, mesh):
             yield node, f"is {found}, but {collective_name(node)} of {operand} is {expected}"
 
 
-def _stripped(layout: Any, mesh: Mesh) -> Any:
-    return layout.strip(mesh) if isinstance(layout, Layout) else tuple(item.strip(mesh) for item in layout)
+def _canonical(layout: Any, mesh: Mesh) -> Any:
+    return layout.canonical(mesh) if isinstance(layout, Layout) else tuple(item.canonical(mesh) for item in layout)
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _check_calls(graph_module: GraphModule, mesh: Mesh, recipes: bool) -> Reason
         except PartirError as error:
             yield node, str(error)
             continue
-        if tuple(item.strip(mesh) for item in claimed) != expected:
+        if _canonical(claimed, mesh) != _canonical(expected, mesh):
             yield node, f"is {'; '.join(map(str, claimed))}, its operands make it {'; '.join(map(str, expected))}"
 
 
@@ -174,5 +174,5 @@ def check_outputs(graph_module: GraphModule, mesh: Mesh) -> Reasons:
         layout = layout_of(value).strip(mesh)
         if layout.varied or layout.pending:
             yield value, f"leaves as {layout}; outputs are I, S or N: settle or reduce it first"
-        elif wanted is not None and layout.dims != wanted[index].strip(mesh).dims:
+        elif wanted is not None and layout.canonical(mesh).dims != wanted[index].canonical(mesh).dims:
             yield value, f"leaves as {layout}, output {index} is to leave as {wanted[index]}"

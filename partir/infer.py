@@ -61,7 +61,7 @@ def infer(
     assignment = _assignment(call, shown, results, mesh)
     wanted = operand_layouts(call, assignment, shown, mesh)
     for index, (have, need) in enumerate(zip(shown, wanted)):
-        if have != need.strip(mesh):
+        if have.canonical(mesh) != need.canonical(mesh):
             raise TypeRuleError(_message(index, have, need.strip(mesh), layouts))
     computed = result_layouts(call, assignment, wanted, grads, mesh)
     return tuple(_pending(layout, passing).strip(mesh) for layout in computed)

@@ -206,6 +206,16 @@ class Layout:
         owner = self.owner if self.owner and self.owner[0] in keep else None
         return replace(self, dims=dims, pending=pending, varied=_kept(self.varied, keep), owner=owner)
 
+    def canonical(self, mesh: Mesh) -> Layout:
+        """Return this layout under the one name that its blocks have on this mesh, to compare it with another.
+
+        Where a sub-dim is split to single elements, ``(6@y*12@x)`` holds the blocks of ``72@y.x``. Its own name says more: which
+        sub-dim can be gathered.
+        """
+        layout = self.strip(mesh)
+        dims = tuple(Dim(_join_used_up(dim.parts, mesh), dim.axes) for dim in layout.dims)
+        return layout if dims == layout.dims else replace(layout, dims=dims)
+
     def __str__(self) -> str:
         text = f"{self.dtype}[{', '.join(str(dim) for dim in self.dims)}]"
         text += "".join(f" +{axis}" if reduction == "sum" else f" max {axis}" for axis, reduction in self.pending)
@@ -310,6 +320,17 @@ def _merge_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
         else:
             merged.append(part)
     return tuple(merged) or (Part(1),)
+
+
+def _join_used_up(parts: tuple[Part, ...], mesh: Mesh) -> tuple[Part, ...]:
+    """Join each sub-dim that is split to single elements to the one after it."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].axes and joined[-1].size == mesh.extent(joined[-1].axes):
+            joined[-1] = Part(joined[-1].size * part.size, joined[-1].axes + part.axes)
+        else:
+            joined.append(part)
+    return tuple(joined)
 
 
 def _divide(size: int, axes: Sequence[str], mesh: Mesh, dim: Dim) -> int:

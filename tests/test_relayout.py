@@ -85,7 +85,10 @@ def hold_the_same(one: Layout, other: Layout, mesh: Mesh) -> bool:
     """Equal, or two names of the same blocks: a sub-dim split to single elements makes `(6@x.z*12@y)` the blocks of `72@x.z.y`."""
     index = torch.arange(72 * 12).view(72, 12)
     types = replace(one, dims=other.dims) == other
-    return types and all(torch.equal(shard(index, split(one), mesh, r), shard(index, split(other), mesh, r)) for r in range(mesh.size))
+    ranks = range(mesh.size)
+    same = types and all(torch.equal(shard(index, split(one), mesh, r), shard(index, split(other), mesh, r)) for r in ranks)
+    assert same == (one.canonical(mesh) == other.canonical(mesh)), f"{one} and {other} on {mesh}"
+    return same
 
 
 def split(layout: Layout) -> Layout:
