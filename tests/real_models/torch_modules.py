@@ -30,7 +30,8 @@ def encoder(masked: bool, norm_first: bool = False) -> Callable[[Sizes, str], Bu
     """Return a builder of a TransformerEncoder; its fast path runs in evaluation without gradients."""
 
     def build(s: Sizes, attention: str) -> Built:
-        layer = nn.TransformerEncoderLayer(s.hidden, s.heads, s.wide, dropout=0.0, batch_first=True, norm_first=norm_first, activation="gelu")
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "activation": "gelu"}
+        layer = nn.TransformerEncoderLayer(s.hidden, s.heads, s.wide, **options)
         model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         return model, (vectors(s),), {"src_key_padding_mask": mask(s) == 0} if masked else {}
 
