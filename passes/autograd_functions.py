@@ -62,7 +62,7 @@ def call_as_op(function: Any, args: Sequence[Any]) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     given = Given(
         function,
-        tuple(None if isinstance(arg, Tensor) else (type(arg), arg) for arg in args),
+        tuple(None if isinstance(arg, Tensor) else (type(cast(object, arg)), arg) for arg in args),
         tuple(tuple(t.shape) for t in tensors),
         tuple(t.dtype for t in tensors),
         tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
@@ -93,7 +93,7 @@ def _unfit(given: Given, results: Sequence[Any], written: bool) -> str | None:
 
 
 @cache
-def _library() -> torch.library.Library:
+def _library() -> Any:
     return torch.library.Library(_NAMESPACE, "DEF")
 
 
@@ -119,7 +119,7 @@ def _op(given: Given, num_results: int | None) -> Any:
 def give_rules(graph: fx.Graph) -> None:
     """Give each op of a captured graph that was made here its rule."""
     for node in graph.nodes:
-        target = cast(Any, node.target)
+        target = node.target
         if getattr(target, "namespace", None) != _NAMESPACE or rules.find(target) is not None:
             continue
         values = node.meta["val"]
@@ -149,7 +149,7 @@ def _is_elementwise(given: Given) -> bool:
     except (RuntimeError, ValueError):  # it is only made for its own sizes, or reads values
         return False
     return graphs[0].code == graphs[1].code and all(
-        torch.Tag.pointwise in cast(Any, node.target).tags or str(node.target) in _ALSO
+        torch.Tag.pointwise in node.target.tags or str(node.target) in _ALSO
         for node in graphs[0].graph.nodes
         if node.op == "call_function"
     )

@@ -345,10 +345,11 @@ def _(m: Any, x: Tensor) -> Tensor:
 @shape("complex numbers", a=linear())
 def _(m: Any, x: Tensor) -> Tensor:
     z = torch.view_as_complex(m.a(x).view(6, 5, 6, 2).contiguous())
-    return torch.view_as_real(z * torch.polar(torch.ones(6, dtype=x.dtype), torch.arange(6, dtype=x.dtype)) * z.conj()).flatten(2) + z.abs().repeat(1, 1, 2)
+    turned = z * torch.polar(torch.ones(6, dtype=x.dtype), torch.arange(6, dtype=x.dtype)) * z.conj()
+    return torch.view_as_real(turned).flatten(2) + z.abs().repeat(1, 1, 2)
 
 
-@shape("norms", a=linear(), r=lambda: nn.RMSNorm(12), n=lambda: nn.LayerNorm((5, 12)))
+@shape("norms", a=linear(), r=lambda: nn.RMSNorm(12), n=lambda: nn.LayerNorm([5, 12]))
 def _(m: Any, x: Tensor) -> Tensor:
     h = m.n(m.r(m.a(x)))
     return F.normalize(h, dim=-1) + h / h.norm(dim=-1, keepdim=True) + (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + 1)

@@ -47,13 +47,12 @@ def test_python_numbers_that_change_are_never_stale() -> None:
     def run(m: Any, x: Tensor, scale: float, names: list[str]) -> Tensor:
         return m.a(x) * scale * m.factor + len(names)
 
-    model = Graph(run, a=nn.Linear(12, 12))
-    model.factor = 2.0  # pyright: ignore[reportAttributeAccessIssue]
-    model.double()
+    model: Any = Graph(run, a=nn.Linear(12, 12)).double()
+    model.factor = 2.0
     twin = partir.parallelize(copy.deepcopy(model), mesh=(2, 1, 2))
     given = x().double()
     for scale, factor in ((1.0, 2.0), (2.0, 2.0), (2, 2.0), (2.0, 3.0), (1.0, 2.0)):
-        model.factor = twin.factor = factor  # pyright: ignore[reportAttributeAccessIssue]
+        model.factor = twin.factor = factor
         assert torch.allclose(twin(given, scale, names=["a"] * int(scale)), model(given, scale, names=["a"] * int(scale)), atol=1e-12)
 
 
@@ -65,7 +64,8 @@ def test_a_buffer_that_forward_reads_and_writes_counts_on() -> None:
         for module in (model, twin):
             module.zero_grad()
             module(x().double()).sum().backward()
-        assert torch.allclose(twin.get_parameter("a.weight").grad, model.get_parameter("a.weight").grad, atol=1e-12)
+        mine, theirs = (module.get_parameter("a.weight").grad for module in (twin, model))
+        assert mine is not None and theirs is not None and torch.allclose(mine, theirs, atol=1e-12)
     assert float(twin.get_buffer("steps")) == 3.0
     assert torch.allclose(twin.get_buffer("seen"), model.get_buffer("seen"), atol=1e-14)
 

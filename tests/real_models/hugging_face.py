@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.real_models.case import Built, Case, Sizes, images, labels_of_classes, mask, tokens
 
@@ -94,7 +95,7 @@ def t5(s: Sizes, attention: str) -> Built:
 
 
 def bart(s: Sizes, attention: str) -> Built:
-    sides = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _SIDE(s).items()}
+    sides = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _side(s).items()}
     drops = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2}
     sizes = {"vocab_size": s.vocabulary, "d_model": s.hidden, "max_position_embeddings": 16}
@@ -102,14 +103,12 @@ def bart(s: Sizes, attention: str) -> Built:
     return model, (), {"input_ids": tokens(s), "attention_mask": mask(s), "labels": tokens(s, 5)}
 
 
-def _SIDE(s: Sizes) -> dict[str, int]:
+def _side(s: Sizes) -> dict[str, int]:
     return {"layers": 1, "attention_heads": s.heads, "ffn_dim": s.wide}
 
 
 def whisper(s: Sizes, attention: str) -> Built:
-    import torch
-
-    sides = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _SIDE(s).items()}
+    sides = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in _side(s).items()}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     sizes = {
         "vocab_size": s.vocabulary, "d_model": s.hidden, "num_mel_bins": 8, "max_source_positions": s.sequence,
@@ -162,6 +161,7 @@ def mamba(s: Sizes, attention: str) -> Built:
     return model, (), {"input_ids": tokens(s), "labels": tokens(s)}
 
 
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _ROPE = {"head_dim": lambda s: s.hidden // s.heads}
 CASES = {
     "GPT-2": Case(gpt2, BOTH, SINGLE),
@@ -185,8 +185,8 @@ CASES = {
     "RoBERTa": Case(encoder("RobertaForMaskedLM", "RobertaConfig"), BOTH, SINGLE),
     "DistilBERT": Case(distilbert, BOTH, SINGLE),
     "ALBERT": Case(encoder("AlbertForMaskedLM", "AlbertConfig", num_hidden_layers=2, embedding_size=lambda s: s.hidden // 2), BOTH, SINGLE),
-    "DeBERTa": Case(encoder("DebertaForMaskedLM", "DebertaConfig", relative_attention=True, pos_att_type=["c2p", "p2c"]), ("",), SINGLE),
-    "DeBERTa v2": Case(encoder("DebertaV2ForMaskedLM", "DebertaV2Config", relative_attention=True, pos_att_type=["c2p", "p2c"]), ("",), SINGLE),
+    "DeBERTa": Case(encoder("DebertaForMaskedLM", "DebertaConfig", **_RELATIVE), ("",), SINGLE),
+    "DeBERTa v2": Case(encoder("DebertaV2ForMaskedLM", "DebertaV2Config", **_RELATIVE), ("",), SINGLE),
     "ELECTRA": Case(encoder("ElectraForMaskedLM", "ElectraConfig", embedding_size=lambda s: s.hidden // 2), BOTH, SINGLE),
     "T5": Case(t5, ("",), SINGLE),
     "BART": Case(bart, BOTH, SINGLE),

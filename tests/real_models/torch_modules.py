@@ -30,7 +30,8 @@ def encoder(masked: bool, norm_first: bool = False) -> Callable[[Sizes, str], Bu
     """Return a builder of a TransformerEncoder; its fast path runs in evaluation without gradients."""
 
     def build(s: Sizes, attention: str) -> Built:
-        layer = nn.TransformerEncoderLayer(s.hidden, s.heads, s.wide, dropout=0.0, batch_first=True, norm_first=norm_first, activation="gelu")
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first, "activation": "gelu"}
+        layer = nn.TransformerEncoderLayer(s.hidden, s.heads, s.wide, **options)
         model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         return model, (vectors(s),), {"src_key_padding_mask": mask(s) == 0} if masked else {}
 
@@ -126,7 +127,7 @@ CASES = {
     "nn.Transformer": Case(transformer),
     "nn.TransformerEncoder": Case(encoder(False)),
     "nn.TransformerEncoder (norm first, padding)": Case(encoder(True, norm_first=True)),
-    "nn.TransformerEncoder (nested tensors)": Case(nested),
+    "nn.TransformerEncoder (nested tensors)": Case(nested, refused_in_evaluation="enable_nested_tensor=False"),
     "nn.MultiheadAttention": Case(multihead(need_weights=False)),
     "nn.MultiheadAttention (weights, padding)": Case(multihead(need_weights=True, key_padding_mask=_padding)),
     "nn.MultiheadAttention (weights of heads)": Case(multihead(need_weights=True, average_attn_weights=False, attn_mask=_causal)),
