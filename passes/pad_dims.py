@@ -145,7 +145,7 @@ class _Padder:
             for name, subdims in node.meta["factors"].items()
             if name in pads
         }
-        if node.target in VIEWS and sizes:
+        if node.target in VIEWS:  # where a pad was made or cut, strides differ from those that a view was written for
             return self._call(node, aten.reshape.default, (reads[0], list(binding.shape(binding.results[0], sizes))), name=node.name)
         args, kwargs = replace_operands(node, reads)
         if sizes:

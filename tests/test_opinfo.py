@@ -19,10 +19,10 @@ IN_BLOCKS = """
     gather index_add index_fill index_put index_select kthvalue linalg.cholesky linalg.inv linalg.solve logcumsumexp logsumexp masked.mean
     matmul median mode nn.functional.avg_pool2d nn.functional.batch_norm nn.functional.conv2d
     nn.functional.conv_transpose2d nn.functional.group_norm nn.functional.max_pool2d nn.functional.nll_loss nn.functional.pixel_shuffle
-    nn.functional.unfold norm outer prod roll scatter_add scatter_reduce.sum searchsorted softmax sort special.i1 std topk tril unfold
+    nn.functional.unfold norm outer prod roll scatter_add scatter_reduce.sum softmax sort special.i1 std topk tril unfold
     view_as_complex where
 """.split()
-WHOLE = ["histc", "linalg.tensorinv", "masked_scatter"]
+WHOLE = ["histc", "linalg.tensorinv", "masked_scatter", "searchsorted"]
 REFUSED = ["masked_select", "nonzero", "unique"]
 
 
