@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from partir.api import parallelize
 from partir.equivalence import relative_difference
 from partir.passes import pipeline
 from partir.runtime.parameters import full_gradient, full_tensor
 from tests.distributed_checks import everyone_has
+from tests.real_models.all import CASES
+from tests.real_models.case import SIZES, Case
 from tests.test_equivalence import MODELS, loss_of, reference
 
 GLOO_MESHES = ((2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1))
+OF_OTHERS = ("GPT-2", "Llama", "BERT (masked)", "T5", "ViT")
 OTHERS = tuple(name for name in MODELS if name != "gpt")  # gpt is checked on all of them in module_checks
 
 
@@ -76,3 +82,26 @@ def everywhere(rank: int) -> None:
     for name in OTHERS:
         for sizes in GLOO_MESHES:
             train_beside(name, sizes)
+
+
+def models_of_others(rank: int) -> None:
+    """Models that nobody here wrote, of odd sizes, one step on (2, 2, 2)."""
+    for name in OF_OTHERS:
+        _check_step(CASES[f"transformers {name}"], name)
+
+
+def _check_step(case: Case, name: str) -> None:
+    torch.manual_seed(0)
+    built, args, kwargs = case.build(SIZES["odd"], case.attentions[0])
+    model, twin = parallelize(copy.deepcopy(built).double(), (2, 2, 2)), built.double()
+    args, kwargs = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
+    found, expected = loss_of(model(*args, **kwargs)), loss_of(twin(*args, **kwargs))
+    assert everyone_has(found.detach())
+    assert relative_difference(found.detach(), expected.detach()) <= case.tolerance, name
+    found.backward()
+    expected.backward()
+    known = {n: cast(Tensor, p.grad) for n, p in twin.named_parameters() if p.grad is not None}
+    gradients = {n: full_gradient(p) for n, p in model.named_parameters()}
+    assert {n for n, g in gradients.items() if g is not None} == set(known), name
+    checked = [n for n in known if not fnmatch(n, case.rounding)]
+    _compare({n: cast(Tensor, gradients[n]) for n in checked}, {n: known[n] for n in checked}, case.tolerance)

@@ -44,3 +44,10 @@ def test_a_dead_rank_is_named_by_every_survivor() -> None:
 def test_every_model_on_every_mesh_of_8_ranks() -> None:
     reports = run_world(8, [("tests.model_checks", "everywhere")], timeout=2300)
     assert [report.errors.get("everywhere") for report in reports] == [""] * 8, reports
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_models_of_others_on_8_ranks() -> None:
+    reports = run_world(8, [("tests.model_checks", "models_of_others")], timeout=2300)
+    assert [report.errors.get("models_of_others") for report in reports] == [""] * 8, reports

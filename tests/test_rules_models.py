@@ -13,7 +13,7 @@ from examples.models.gpt import GPT, GPTConfig
 from examples.models.llama import Llama, LlamaConfig
 from partir import rules
 
-LEFT_TO_DECOMPOSITION = {"aten.native_dropout.default", 
+LEFT_TO_DECOMPOSITION = {"aten.native_dropout.default",
     "aten.cross_entropy_loss.default",
     "aten._assert_tensor_metadata.default",
 }
