@@ -12,7 +12,7 @@ import torch
 from partir.errors import TraceError
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parent.parent)  # all of partir
 
 DATA_DEPENDENT = (
     "{what}: one graph must serve every input, so control flow, Python numbers and shapes may depend on shapes only. "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -46,7 +48,8 @@ def _cell(name: str, case: Case, run: Run, refused: dict[str, str]) -> str:
     try:
         return f"{worst_difference(case, run):.0e}"
     except PartirError as error:
-        refused[name] = f"{type(error).__name__}: {error}".replace(sys.prefix, "<environment>")
+        message = re.sub(r"/\S*/site-packages/", "", f"{type(error).__name__}: {error}")
+        refused[name] = message.replace(f"{Path.cwd()}/", "")
         return "refused"
 
 
