@@ -22,13 +22,12 @@ WORKS = {name: case for name, case in CASES.items() if not case.refused}
 REFUSED = {name: case for name, case in CASES.items() if case.refused or case.refused_in_evaluation}
 EVERY = [(name, run) for name, case in WORKS.items() for run in runs(case) if run.training or not case.refused_in_evaluation]
 QUICK_MESHES = ((2, 1, 2), (1, 2, 1))
-TWINS = (  # near copies of another model here, or long to trace: only in the slow runs
-    "transformers Qwen2", "transformers Gemma", "transformers RoBERTa", "transformers DeiT", "transformers DeBERTa",
-    "transformers ELECTRA", "transformers GPT-NeoX", "transformers Falcon", "transformers Mistral", "transformers BERT (classes)",
-    "timm ResNet", "timm Swin", "torch nn.MultiheadAttention (weights of heads)", "torch nn.MultiheadAttention (causal)",
-    "torch nn.TransformerEncoder (nested tensors)", "torch nn.GRU language model", "torch nn.RNN language model",
+QUICK = (  # one of each kind, the quick ones to trace; the slow runs have every model
+    "transformers GPT-2", "transformers Llama", "transformers Gemma2", "transformers BLOOM", "transformers OPT",
+    "transformers BERT (masked)", "transformers ALBERT", "transformers T5", "transformers Whisper", "transformers ViT",
+    "transformers Mixtral (batched)", "transformers Mamba", "timm MLP-Mixer", "torch nn.TransformerEncoder (norm first, padding)",
+    "torch nn.MultiheadAttention (weights, padding)", "torch complex rotary attention", "torch einsum attention",
 )  # fmt: skip
-QUICK = [name for name in WORKS if name not in TWINS]
 
 
 @pytest.mark.parametrize("name", QUICK)
