@@ -23,13 +23,18 @@ DATA_DEPENDENT = (
 def user_stack(stack_trace: str) -> str:
     """Return a stack trace without the frames of torch and of this package, if others remain.
 
-    The line that made a node is then the last one, also where the op is called by a module of ``torch.nn``.
+    The line that made a node is then the last one, also where the op is called by a module of ``torch.nn``. Where the whole
+    model is made of such modules, the last line of theirs stays.
     """
     frames = ["  File " + part for part in ("\n" + stack_trace).replace("\nFile ", "\n  File ").split("\n  File ")[1:]]
     files = [frame.split('"')[1] if '"' in frame else "" for frame in frames]
     own = [frame for frame, file in zip(frames, files, strict=True) if not _foreign(file)]
-    rest = [frame for frame, file in zip(frames, files, strict=True) if not file.startswith(_HERE)]
-    return "\n".join(own or rest)
+    modules = [frame for frame, file in zip(frames, files, strict=True) if _is_torchs_module(file)]
+    return "\n".join(own or modules or frames)
+
+
+def _is_torchs_module(filename: str) -> bool:
+    return filename.startswith(f"{_TORCH}/nn/modules/") and not filename.endswith("/module.py")
 
 
 def _foreign(filename: str) -> bool:
