@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,9 +183,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _read(path: Path) -> dict[str, Row]:
     if not path.exists():
         return {}
-    tried: Callable[[Any], Tried] = lambda value: Tried(**value)  # noqa: E731
     listed: list[Any] = json.loads(path.read_text(encoding="utf-8"))
-    return {row["op"]: Row(row["op"], row["samples"], tried(row["partir"]), tried(row["dtensor"])) for row in listed}
+    return {row["op"]: Row(row["op"], row["samples"], Tried(**row["partir"]), Tried(**row["dtensor"])) for row in listed}
 
 
 def _write(path: Path, rows: dict[str, Row]) -> None:

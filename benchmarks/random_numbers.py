@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from partir.mesh import Mesh, use_mesh
-from partir.random_numbers import RNG, seed_tensor
+from partir.options import LEGAL
+from partir.random_numbers import seed_tensor
 from partir.random_ops import DRAWN
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def measure(rows: int, columns: int, repeats: int) -> dict[str, dict[str, float]
     for name, (op, args) in ops.items():
         found[name] = {"torch": seconds(lambda op=op, args=args: op(*args), repeats)}
         with use_mesh(Mesh.parse((1, 1, 1))):
-            for rng in RNG:
+            for rng in LEGAL["rng"]:
                 found[name][rng] = seconds(lambda op=op, args=args, rng=rng: DRAWN[op](*args, **drawn, rng=rng), repeats)
     return found
 
@@ -54,7 +55,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
     lines = [f"{'':12}{'torch':>10}{'exact':>18}{'fast':>18}{'exact / fast':>14}"]
     for name, times in found.items():
         cells = [f"{times['torch'] * 1e3:7.2f} ms"]
-        cells += [f"{times[rng] * 1e3:7.2f} ms {times[rng] / times['torch']:5.1f} x" for rng in RNG]
+        cells += [f"{times[rng] * 1e3:7.2f} ms {times[rng] / times['torch']:5.1f} x" for rng in LEGAL["rng"]]
         lines.append(f"{name:12}{cells[0]:>10}{cells[1]:>18}{cells[2]:>18}{times['exact'] / times['fast']:12.1f} x")
     return "\n".join(lines)
 

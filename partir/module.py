@@ -146,8 +146,9 @@ class Parallelized:
     def _compile(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
     ) -> Any:
-        named = zip(self._input_names(model, structure), leaves)
-        given = {name: layout_of_dtensor(leaf, self.mesh) for name, leaf in named if isinstance(leaf, DTensor)}
+        named = dict(zip(self._input_names(model, structure), leaves))
+        given = {name: layout_of_dtensor(leaf, self.mesh) for name, leaf in named.items() if isinstance(leaf, DTensor)}
+        _refuse_meta(model, named)
         with original_class(model):
             return self.compiler.compile(model, args, kwargs, self.mesh, self.options, self.layouts, given)
 
@@ -246,6 +247,20 @@ def _tensor(
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
     return found
+
+
+def _refuse_meta(model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Refuse inputs without values beside parameters with values, or the reverse.
+
+    Other devices are left to the trace, which names the line where two meet: a model may move its inputs itself.
+    """
+    expected = next((p.device for p in model.parameters()), None)
+    for name, leaf in named.items():
+        if expected is not None and (leaf.device.type == "meta") != (expected.type == "meta"):
+            raise PartirError(
+                f"{parallelized(model).original.__name__}: input {name!r} is on {leaf.device}, the parameters are on {expected}. "
+                f"Both need values to run; partir.plan takes a model and inputs that are both on meta."
+            )
 
 
 def _write_buffer(model: nn.Module, name: str, value: Tensor) -> None:

@@ -52,27 +52,36 @@ class Numbers(Protocol):
 
 
 @dataclass(frozen=True)
-class ByIndex:
-    """Numbers that are a function of (seed, call, site, global element index).
+class _Drawn:
+    """What is drawn.
 
     Args:
         seed: int64 `[2]`: (seed, call).
         site: number of the op; sites are independent.
         layout: of the result; pending sums and types change nothing.
         device: of the result.
-        pads: of its dims, as `local_ops.global_index` takes them: a copy in a pad draws what its original draws.
     """
 
     seed: Tensor
     site: int
     layout: Layout
     device: torch.device
-    pads: PadNumbers = ()
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the op's result."""
         return DTYPES[self.layout.dtype]
+
+
+@dataclass(frozen=True)
+class ByIndex(_Drawn):
+    """Numbers that are a function of (seed, call, site, global element index).
+
+    Args:
+        pads: of the dims, as `local_ops.global_index` takes them: a copy in a pad draws what its original draws.
+    """
+
+    pads: PadNumbers = ()
 
     def bits(self, stream: int = 0) -> Tensor:
         """Return the leading bits of a splitmix64 sequence, one for each (seed, call, site, stream)."""
@@ -96,24 +105,13 @@ class ByIndex:
 
 
 @dataclass(frozen=True)
-class ByBlock:
+class ByBlock(_Drawn):
     """Numbers of torch's own generator, seeded by (seed, call, site) and by which of its blocks a rank holds.
 
     Ranks that hold different blocks have different seeds, always; those that hold the same block have the same.
 
-    Args: as `ByIndex`; the seed on the CPU, so that nothing waits for a device. A pad draws numbers of its own.
+    The seed is on the CPU, so that nothing waits for a device.
     """
-
-    seed: Tensor
-    site: int
-    layout: Layout
-    device: torch.device
-    pads: PadNumbers = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the op's result."""
-        return DTYPES[self.layout.dtype]
 
     def bits(self) -> Tensor:
         """Return `BITS` fair bits an element, as int64."""
@@ -164,7 +162,13 @@ def _generate_fake(
 
 cast(Any, generate).register_fake(_generate_fake)
 
-RNG: dict[str, type[ByIndex] | type[ByBlock]] = {"exact": ByIndex, "fast": ByBlock}
+
+def numbers_of(rng: str, seed: Tensor, site: int, layout: Layout, device: torch.device, pads: PadNumbers = ()) -> Numbers:
+    """Return the numbers of a draw: by block where `rng` is "fast", by index where it is "exact".
+
+    A padded value is drawn by index in any case: its pads must stay copies, or a maximum would see them.
+    """
+    return ByBlock(seed, site, layout, device) if rng == "fast" and not pads else ByIndex(seed, site, layout, device, pads)
 
 
 def seed_tensor(seed: int, call: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partir.layout import Layout
 from partir.local_ops import PadNumbers
-from partir.random_numbers import BITS, RNG, Numbers
+from partir.random_numbers import BITS, Numbers, numbers_of
 
 aten = torch.ops.aten
 DRAWN: dict[Any, Callable[..., Any]] = {}
@@ -29,7 +29,7 @@ def _draws(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def draw(*args: Any, seed: Tensor, site: int, layout: str, device: torch.device, rng: str = "exact", pads: PadNumbers = ()) -> Any:
-            return function(*args, numbers=RNG[rng](seed, site, Layout.parse(layout), device, pads))
+            return function(*args, numbers=numbers_of(rng, seed, site, Layout.parse(layout), device, pads))
 
         DRAWN.update(dict.fromkeys(ops, draw))
         return draw

@@ -48,7 +48,7 @@ class _Tracer(Interpreter):
             raise
         except Exception as error:
             raise VerifyError(
-                f"{source_line(n.meta)}: {n.format_node()} does not run on local blocks: {error}"
+                f"{source_line(n.meta)}: %{n.name} ({n.target}) does not run on local blocks: {error}"
             ) from error
 
 

@@ -33,7 +33,7 @@ from partir.subdims import axes_of
 aten = torch.ops.aten
 
 def localize_shapes(graph_module: GraphModule, mesh: Mesh, rng: str = "exact") -> GraphModule:
-    """Return the graph that one rank runs; ``rng`` says how random numbers are drawn, see `random_numbers.RNG`."""
+    """Return the graph that one rank runs; ``rng`` says how random numbers are drawn, see `random_numbers.numbers_of`."""
     graph = graph_module.graph
     seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name == "seed"), None)
     localizer = _Localizer(graph, mesh, seed, rng)

@@ -86,7 +86,7 @@ class LockstepGraph:
                 raise
             except Exception as error:
                 raise PartirError(
-                    f"{source_line(step.node.meta)}: {step.node.format_node()} failed: {error}"
+                    f"{source_line(step.node.meta)}: %{step.node.name} ({step.node.target}) failed on the ranks' blocks: {error}"
                 ) from error
             for register in step.frees:
                 registers[register] = None

@@ -116,3 +116,8 @@ def test_token_ids_beyond_the_vocabulary() -> None:
     model(torch.zeros(8, 4, dtype=torch.int64))
     with pytest.raises(IndexError, match="out of range"):
         model(torch.full((8, 4), 24))
+
+
+def test_inputs_without_values() -> None:
+    text = refused(PartirError, mlp(), torch.randn(24, 24, device="meta"), (2, 1, 1))
+    assert "Sequential: input 'input' is on meta, the parameters are on cpu" in text

@@ -62,6 +62,24 @@ def test_dropout_of_odd_sizes_is_the_same_on_every_mesh() -> None:
         partir.verify(model, mesh, (ids(3, 7, 37),), {"labels": ids(3, 7, 37)})
 
 
+def test_a_maximum_does_not_see_random_pads() -> None:
+    """Pads must stay copies where each block has a generator of its own: nothing masks them in a maximum."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 11)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = F.dropout(self.up(x).exp(), 0.6, True)
+            return h.detach(), h.amax(-1)
+
+    torch.manual_seed(0)
+    for rng in ("exact", "fast"):
+        values, largest = partir.parallelize(Dropped(), (1, 4, 1), rng=rng)(torch.randn(64, 6))
+        torch.testing.assert_close(largest, values.amax(-1), rtol=0, atol=0)
+
+
 class Reductions(nn.Module):
     """Every kind of reduction over a hidden dim of 11 and over 5 rows."""
 
