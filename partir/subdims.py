@@ -15,9 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from partir.layout import Dim
 from partir.mesh import Mesh
+
+if TYPE_CHECKING:
+    from partir.rules.binding import Binding
 
 
 class Piece:
@@ -110,6 +114,19 @@ def _join(a: Piece, b: Piece) -> bool:
         return False
     large.pieces = [Piece(small.size, large.avoid), Piece(large.size // small.size, large.avoid)]
     return True
+
+
+Sizes = tuple[tuple[SubDim, ...], ...]
+
+
+def carry(binding: Binding, operands: Sequence[Sizes]) -> tuple[Sizes, ...]:
+    """Return the sub-dims of each result's dims: those of an operand's dim of the same factors, else unnamed ones."""
+    known = {factors: dim for dims, sizes in zip(binding.operands, operands) for factors, dim in zip(dims, sizes)}
+    return tuple(tuple(known.get(factors) or _unnamed(binding, factors) for factors in dims) for dims in binding.results)
+
+
+def _unnamed(binding: Binding, factors: Sequence[str]) -> tuple[SubDim, ...]:
+    return tuple(SubDim(binding.sizes[factor]) for factor in factors if binding.sizes[factor] > 1)
 
 
 def axes_of(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]] | None:

@@ -93,6 +93,7 @@ def _bucket(graph: Graph, gathers: list[Node]) -> None:
     bucket.meta["reason"] = f"vectors of {layer_of(first) or 'the model'}"
     bucket.meta["val"] = [tensor_of(gather) for gather in gathers]
     bucket.meta["layout"] = tuple(layout_of(gather) for gather in gathers)
+    bucket.meta["subdims"] = tuple(gather.meta["subdims"][0] for gather in gathers)
     for item, gather in zip(items, gathers):
         item.meta = dict(gather.meta)
         gather.replace_all_uses_with(item)

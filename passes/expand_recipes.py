@@ -29,6 +29,7 @@ from partir.passes.factorise_dims import bind
 from partir.relayout import relayout
 from partir.rules import Binding
 from partir.rules.recipe import run_body
+from partir.subdims import carry
 
 
 def expand_recipes(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
@@ -95,6 +96,7 @@ class _Expansion:
         new.meta = {"origin": self.node.name, "reason": "recipe", **_trace_of(self.node)}
         new.meta["val"] = _fake(op, args, kwargs)
         new.meta["binding"] = bind(new)
+        new.meta["subdims"] = carry(new.meta["binding"], [operand.meta["subdims"][0] for operand in operands(new)])
         layouts = [layout_of(operand) for operand in operands(new)]
         differentiable = new.meta["val"].is_floating_point() or new.meta["val"].is_complex()
         grad = differentiable and any(layout.grad for layout in layouts) and gives_gradient(new)
@@ -122,7 +124,8 @@ class _Expansion:
 
     def _collective(self, op: str, value: Node, kwargs: dict[str, Any], layout: Layout, reason: str) -> Node:
         new = self.graph.call_function(getattr(torch.ops.partir, op).default, (value,), kwargs)
-        new.meta = {"val": value.meta["val"], "layout": layout, "origin": self.node.name, "reason": reason, **_trace_of(self.node)}
+        new.meta = {key: value.meta[key] for key in ("val", "subdims")}
+        new.meta |= {"layout": layout, "origin": self.node.name, "reason": reason, **_trace_of(self.node)}
         return new
 
 

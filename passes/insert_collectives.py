@@ -7,7 +7,8 @@ After:   %g: f32[16@x, 64@z] ~y  = all_gather(%x, axis=y, dim=0)
          %r: f32[16@x.z, 256@y]  = reduce_scatter(%c, axis=z, dim=0)
 
 Requires: annotate_layouts.
-Ensures: every node's ``meta["layout"]`` is what it holds, operands are read in the layout they have; sizes stay global.
+Ensures: every node's ``meta["layout"]`` is what it holds, operands are read in the layout they have; sizes stay global;
+    ``meta["subdims"]`` names the sizes of each node's results, as factorise_dims does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.relayout import relayout
 
-KEPT = ("binding", "factors", "broken", "pads", "result_pads", "site", "assignment", "state", "direction", "nn_module_stack", "stack_trace")
+KEPT = (
+    *("binding", "factors", "broken", "subdims", "pads", "result_pads", "site", "assignment", "state", "direction"),
+    *("nn_module_stack", "stack_trace"),
+)
 
 
 def insert_collectives(graph_module: GraphModule, mesh: Mesh, sharded_outputs: Sequence[bool]) -> GraphModule:
@@ -64,6 +68,7 @@ class _Inserter:
         new.meta = {
             "val": node.meta["val"],
             "layout": node.meta["layout"].strip(self.mesh),
+            "subdims": node.meta["subdims"],
             "origin": node.name,
             "reason": "input",
         }
@@ -89,6 +94,7 @@ class _Inserter:
         for index, (layout, value) in enumerate(zip(computed, node.meta["val"])):
             item = self.graph.call_function(operator.getitem, (new, index))
             item.meta = {**_trace_of(node), "val": value, "layout": layout, "origin": node.name, "reason": "call"}
+            item.meta["subdims"] = node.meta["subdims"][index : index + 1]
             self.results[(node, index)] = self.bring(item, layouts_of(node)[index], node, "result")
 
     def bring(self, value: Node, layout: Layout, reader: Node, role: str) -> Node:
@@ -112,6 +118,7 @@ class _Inserter:
                 **_trace_of(reader),
                 "val": value.meta["val"],
                 "layout": step.result,
+                "subdims": value.meta["subdims"],
                 "origin": reader.name,
                 "reason": f"{source} for {reader.name}" if role == "operand" else f"{role} of {reader.name}",
             }
