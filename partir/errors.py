@@ -38,6 +38,10 @@ class VerifyError(PartirError):
     """A graph or a result that fails its check."""
 
 
+class HardwareError(PartirError):
+    """A hardware profile that cannot be read, or that lacks what is asked of it."""
+
+
 class UnknownNameError(PartirError, KeyError):
     """A name that nothing has; the message has the closest names."""
 

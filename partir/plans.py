@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from partir.errors import PartirError, UnknownNameError, module_path
+from partir.hardware import Hardware
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.module import ParallelModule, original_class
@@ -28,6 +30,7 @@ from partir.passes import pipeline
 from partir.program import Program
 from partir.records import Collective, collectives_of
 from partir.report import report
+from partir.timing import StepTime, step_seconds
 
 if TYPE_CHECKING:
     from graphviz import Digraph  # pyright: ignore[reportMissingTypeStubs]
@@ -173,6 +176,17 @@ class Plan:
             fold: say "as blocks.0" of a repeated layer whose rows differ in nothing but numbers of names.
         """
         return report(self, fold)
+
+    def time(self, hardware: str | Path | Hardware = "dgx-h100") -> StepTime:
+        """Return the predicted seconds of one step; `print` shows forward, backward, compute and messages by axis.
+
+        Args:
+            hardware: name of a shipped profile, path of a TOML file (`partir calibrate` measures one), or a profile.
+
+        Raises:
+            HardwareError: there is no such profile, it is no profile, or it lacks a dtype of the model.
+        """
+        return step_seconds(self.program, hardware)
 
     def dot(self) -> Digraph:
         """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it."""

@@ -71,9 +71,7 @@ def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping
     for node in graph_module.graph.nodes:
         if not is_collective(node):
             continue
-        arguments = _arguments(node)
-        axis = str(arguments.pop("axis"))
-        num_bytes = _bytes(node, axis, mesh)
+        axis, num_bytes = message_of(node, mesh)
         if not num_bytes:
             continue
         again = bool(node.meta.get("again"))
@@ -83,14 +81,16 @@ def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping
         )
 
 
-def _bytes(node: Node, axis: str, mesh: Mesh) -> int:
+def message_of(node: Node, mesh: Mesh) -> tuple[str, int]:
+    """Return the axes of a collective's group, ``"z.x"``, and the bytes that one rank receives, 0 where nothing moves."""
+    axis = str(_arguments(node)["axis"])
     blocks = [tensor_of(operand) for operand in operands(node)]
     if not blocks:
-        return 0
+        return axis, 0
     name = collective_name(node)
     shapes = [tuple(block.shape) for block in blocks]
     shape = shapes if name.endswith("_bucket") else shapes[0]
-    return received_bytes(name, shape, blocks[0].dtype, mesh.extent(split_axes(axis)))
+    return axis, received_bytes(name, shape, blocks[0].dtype, mesh.extent(split_axes(axis)))
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -4,13 +4,12 @@
     After:  %g_start = start_all_gather_y(%x) ... %g = wait(%g_start)
 
 Requires: a forward or backward graph of one rank, collectives named by axes.
-Ensures: no op of the namespace partir remains; a start comes as soon as its operand exists, but at most `AHEAD` messages are under
-way, so that memory holds no more than that; a wait comes right before the first use. The order of all else is kept.
+Ensures: no op of the namespace partir remains; a start comes as soon as its operand exists, but at most `overlap.AHEAD` messages are
+under way, so that memory holds no more than that; a wait comes right before the first use. The order of all else is kept.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,10 +21,10 @@ from torch.fx import Graph, GraphModule, Node
 from partir.collectives import addressing, lockstep
 from partir.graph import collective_name, is_collective
 from partir.mesh import Mesh
+from partir.overlap import start_early_wait_late
 from partir.runtime.groups import Group, Groups
 from partir.runtime.transport import Call, Pending, Transport
 
-AHEAD = 4
 LOCAL = ("slice", "zero_pad", "spread", "settle", "once", "coordinate")
 
 Start = Callable[..., Pending]
@@ -39,7 +38,7 @@ def bind_collectives(program: GraphModule, stage: str, groups: Groups, transport
         if is_collective(node):
             _bind_node(graph, node, stage, groups, transport)
     graph.eliminate_dead_code()
-    _start_early_wait_late(graph)
+    start_early_wait_late(graph)
     graph.lint()
     return GraphModule(program, graph, f"{stage.capitalize()}OfOneRank")
 
@@ -187,49 +186,3 @@ def _named_like(function: Callable[..., Any], name: str) -> Any:
     loose.__name__ = loose.__qualname__ = name.replace(".", "_")
     loose.__module__ = "partir"
     return loose
-
-
-def _start_early_wait_late(graph: Graph) -> None:
-    """Order the nodes anew: a start once its operands exist, a wait right before its first use, the rest as it was."""
-    schedule = _Schedule(graph)
-    for node in schedule.before:
-        if node.op == "placeholder":
-            schedule.emit(node)
-    for node in schedule.before:
-        if node.op != "placeholder" and "message" not in node.meta:
-            schedule.need(node)
-    for earlier, later in zip(schedule.order, schedule.order[1:]):
-        earlier.append(later)
-
-
-class _Schedule:
-    """The new order, as it grows."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.before = list(graph.nodes)
-        self.order: list[Node] = []
-        self._place = {node: index for index, node in enumerate(self.before)}
-        self._done: set[Node] = set()
-        self._ready: list[tuple[int, Node]] = []
-        self._under_way = 0
-
-    def need(self, node: Node) -> None:
-        """Emit a node, what it waits for before it, and afterwards the starts that may follow."""
-        if node in self._done:
-            return
-        for operand in node.all_input_nodes:
-            self.need(operand)
-        self.emit(node)
-        while self._ready and self._under_way < AHEAD:
-            self.emit(heapq.heappop(self._ready)[1])
-
-    def emit(self, node: Node) -> None:
-        """Append a node whose operands are there."""
-        if node in self._done:
-            return
-        self._done.add(node)
-        self.order.append(node)
-        self._under_way += {"start": 1, "wait": -1}.get(str(node.meta.get("message")), 0)
-        for user in node.users:
-            if user.meta.get("message") == "start" and all(operand in self._done for operand in user.all_input_nodes):
-                heapq.heappush(self._ready, (self._place[user], user))

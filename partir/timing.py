@@ -1,0 +1,304 @@
+"""Time: seconds of every node of a program on given hardware, by an alpha-beta model with a hierarchy of links and overlap.
+
+    seconds of a collective   start + steps * latency + received bytes / bandwidth
+    seconds of an op          launch + max(FLOPs / FLOP/s, bytes / memory bandwidth)
+
+The collectives are rings: n - 1 steps among n ranks, twice as many for an all_reduce (Thakur, Rabenseifner, Gropp, "Optimization of
+Collective Communication Operations in MPICH", 2005). Ranks are row-major with z nearest, so the ranks of a group may lie in one node
+or in many; the slowest level that a ring crosses sets its latency and bandwidth. A node's links to the outside are shared by the rings
+that pass through it: a ring with m of a node's R ranks is one of R/m, so it gets m times the bandwidth that each rank has when all
+R send at once (Singh et al., "A 4D Hybrid Algorithm to Scale Parallel Training to Thousands of GPUs", arXiv 2305.13525, whose model
+divides the bandwidth by the number of such rings), and no more than the links inside the node give.
+
+A program runs as the runtime runs it (`overlap`): one stream computes, in order; a message starts once its operands exist and the
+messages before it over the same level of links are through, and the stream waits at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from partir.collectives import split_axes
+from partir.graph import collective_name, is_collective, operands, results_of, tensor_of
+from partir.hardware import Hardware, Pace, load_hardware
+from partir.mesh import Mesh
+from partir.overlap import start_early_wait_late
+from partir.program import Program
+from partir.records import Stage, message_of
+from partir.work import is_work, node_bytes, node_flops
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """When one node runs, and what it does.
+
+    Args:
+        name: in the graph of its stage.
+        stage: ``"forward"`` or ``"backward"``.
+        row: ``"compute"``, or the axes of the message, ``"z.x"``.
+        start: seconds from the start of the step.
+        seconds: that it takes.
+        flops: floating-point operations.
+        bytes: read and written, or received by a message.
+    """
+
+    name: str
+    stage: Stage
+    row: str
+    start: float
+    seconds: float
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on every rank: ``forward + backward == compute + exposed``, but for rounding.
+
+    Args:
+        hardware: name of the profile.
+        forward, backward: of each stage, from its first node to its last.
+        compute: of all ops.
+        communication: of all messages, by the axes of their groups; most of it may pass while the rank computes.
+        exposed: that the rank waits for messages, or spends on sending instead of computing.
+    """
+
+    hardware: str
+    forward: float
+    backward: float
+    compute: float
+    communication: Mapping[str, float]
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step: forward and backward, without the optimizer."""
+        return self.forward + self.backward
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{axis} {_text(seconds)}" for axis, seconds in self.communication.items())
+        return (
+            f"step on {self.hardware}: {_text(self.seconds)}, forward {_text(self.forward)}, backward {_text(self.backward)}\n"
+            f"compute {_text(self.compute)}, waiting for messages {_text(self.exposed)}\n"
+            f"messages by axis: {axes or 'none'}"
+        )
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+def collective_seconds(hardware: Hardware, mesh: Mesh, axes: tuple[str, ...], op: str, received_bytes: Any) -> Any:
+    """Return the seconds of a collective over a group of ranks, all its sister groups doing the same.
+
+    Args:
+        hardware: whose links.
+        mesh: the ranks.
+        axes: of the group, ``("z", "x")``.
+        op: ``"all_gather"``, ...
+        received_bytes: by one rank, in one message: a number, or an array, or a symbolic expression.
+
+    >>> from partir.hardware import load_hardware
+    >>> longhorn, mesh = load_hardware("longhorn-v100"), Mesh.parse((4, 4, 4))
+    >>> [round(1e3 * collective_seconds(longhorn, mesh, (axis,), "all_gather", 1e6), 3) for axis in "xyz"]
+    [0.37, 0.37, 0.034]
+    """
+    size = mesh.extent(axes)
+    if size == 1:
+        return 0.0 * received_bytes
+    pace = _pace(hardware, mesh, axes, op)
+    steps = (2 if op == "all_reduce" else 1) * (size - 1)
+    return pace.start + steps * pace.latency + received_bytes / (pace.bandwidth * hardware.efficiency.links)
+
+
+def compute_seconds(hardware: Hardware, flops: Any, dtype: torch.dtype, memory_bytes: Any) -> Any:
+    """Return the seconds of an op: the longer of arithmetic and memory traffic, besides its launch.
+
+    Args:
+        hardware: whose device.
+        flops: floating-point operations: a number, or an array, or a symbolic expression.
+        dtype: that they are done in.
+        memory_bytes: read and written.
+
+    Raises:
+        HardwareError: the profile has no FLOP/s for the dtype.
+
+    >>> from partir.hardware import load_hardware
+    >>> compute_seconds(load_hardware("dgx-a100"), 2 * 4096**3, torch.bfloat16, 3 * 2 * 4096**2) < 0.00045
+    True
+    """
+    memory = memory_bytes / (hardware.memory_bandwidth * hardware.efficiency.memory)
+    if isinstance(flops, int) and flops == 0:
+        return hardware.launch + memory
+    arithmetic = flops / (hardware.flops_of(dtype) * hardware.efficiency.compute)
+    longer = (arithmetic + memory + abs(arithmetic - memory)) / 2  # the maximum, of arrays and of symbols as well
+    return hardware.launch + longer
+
+
+def _pace(hardware: Hardware, mesh: Mesh, axes: tuple[str, ...], op: str) -> Pace:
+    """Return latency and bandwidth of a ring over a group: of the slowest level of links that it crosses."""
+    level = link_level(hardware, mesh, axes)
+    slowest = hardware.links[level].pace_of(op)
+    bandwidth = float("inf")
+    for number, link in enumerate(hardware.links[: level + 1]):
+        if number < level and _together(mesh, axes, link.ranks) == 1:
+            continue  # no two of its ranks share a unit of this level
+        rings = _together(mesh, axes, hardware.links[number - 1].ranks) if number else 1
+        bandwidth = min(bandwidth, link.pace_of(op).bandwidth * rings)
+    return Pace(slowest.latency, bandwidth, slowest.start)
+
+
+def link_level(hardware: Hardware, mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Return the number of the slowest level of links that groups over ``axes`` cross."""
+    size = mesh.extent(axes)
+    inside = [link.ranks is None or _together(mesh, axes, link.ranks) == size for link in hardware.links]
+    return inside.index(True)
+
+
+@lru_cache(maxsize=4096)
+def _together(mesh: Mesh, axes: tuple[str, ...], unit: int | None) -> int:
+    """Return how many ranks of a group over ``axes`` share a unit of consecutive ranks, in the group that is scattered most."""
+    strides = {name: mesh.extent(mesh.names[place + 1 :]) for place, name in enumerate(mesh.names)}
+    offsets = [0]
+    for axis in axes:
+        offsets = [offset + step * strides[axis] for offset in offsets for step in range(mesh[axis])]
+    if unit is None:
+        return len(offsets)
+    firsts = {0}
+    for name in mesh.names:
+        if name not in axes:
+            firsts = {(first + step * strides[name]) % unit for first in firsts for step in range(min(mesh[name], unit))}
+    return min(_fewest(offsets, first, unit) for first in firsts)
+
+
+def _fewest(offsets: list[int], first: int, unit: int) -> int:
+    places = [(first + offset) // unit for offset in offsets]
+    return min(places.count(place) for place in set(places))
+
+
+def node_times(program: Program, hardware: str | Path | Hardware) -> tuple[NodeTime, ...]:
+    """Return when every node of the forward and then of the backward graph runs, views and renamings left out.
+
+    Args:
+        program: what each rank runs.
+        hardware: a profile, its name, or its path.
+
+    Raises:
+        HardwareError: there is no such profile, or it has no FLOP/s for a dtype of the program.
+    """
+    return tuple(time for clock in _stages(program, hardware) for time in clock.times)
+
+
+def step_seconds(program: Program, hardware: str | Path | Hardware) -> StepTime:
+    """Return the seconds of one step and its parts; see `node_times`."""
+    profile = load_hardware(hardware)
+    forward, *backward = _stages(program, profile)
+    clocks = [forward, *backward]
+    times = [time for clock in clocks for time in clock.times]
+    rows: dict[str, float] = {}
+    for time in times:
+        rows[time.row] = rows.get(time.row, 0.0) + time.seconds
+    compute = rows.pop(COMPUTE, 0.0)
+    exposed = sum(clock.exposed for clock in clocks)
+    backward_seconds = sum(clock.now - clock.began for clock in backward)
+    return StepTime(profile.name, forward.now, backward_seconds, compute, dict(sorted(rows.items())), exposed)
+
+
+def _stages(program: Program, hardware: str | Path | Hardware) -> list[_Clock]:
+    profile = load_hardware(hardware)
+    stages: list[tuple[Stage, GraphModule | None]] = [("forward", program.forward), ("backward", program.backward)]
+    clocks: list[_Clock] = []
+    for stage, graph_module in stages:
+        if graph_module is not None:
+            clocks.append(_Clock(profile, program.mesh, stage, clocks[-1].now if clocks else 0.0))
+            for node in _as_run(graph_module, program.mesh):
+                clocks[-1].run(node)
+    return clocks
+
+
+def _as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
+    """Yield the calls of a graph in the order in which the runtime makes them, each message a start and a wait."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in list(graph.nodes):
+        if is_collective(node) and message_of(node, mesh)[1]:
+            _split_message(graph, node)
+    graph.eliminate_dead_code()
+    start_early_wait_late(graph)
+    yield from (node for node in graph.nodes if node.op == "call_function")
+
+
+def _split_message(graph: Graph, start: Node) -> None:
+    """Before: ``%g = all_gather(%x)``. After: ``%g = all_gather(%x)  %wait = wait(%g)``, read in its place."""
+    with graph.inserting_after(start):
+        wait = graph.call_function(_wait)
+    start.replace_all_uses_with(wait)
+    wait.args = (start,)
+    wait.meta = {**start.meta, "message": "wait"}
+    start.meta = {**start.meta, "message": "start"}
+
+
+def _wait(message: Any) -> Any:
+    """Stand for a wait in a graph that is timed and never run."""
+    return message
+
+
+class _Clock:
+    """Plays one stage's nodes against its streams.
+
+    Args:
+        hardware: that they run on.
+        mesh: the ranks.
+        stage: of the nodes.
+        now: seconds of the step that have passed.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: Mesh, stage: Stage, now: float) -> None:
+        self.hardware, self.mesh = hardware, mesh
+        self.stage: Stage = stage
+        self.began = self.now = now
+        self.exposed = 0.0
+        self.times: list[NodeTime] = []
+        self._link_free: dict[int, float] = {}
+        self._arrival: dict[Node, float] = {}
+
+    def run(self, node: Node) -> None:
+        """Let one node run."""
+        message = node.meta.get("message")
+        if message == "start":
+            self._start(node)
+        elif message == "wait":
+            self._pass(self._arrival[node.all_input_nodes[0]] - self.now)
+        elif is_work(node):
+            self._compute(node)
+
+    def _start(self, node: Node) -> None:
+        axis, num_bytes = message_of(node, self.mesh)
+        axes, op = split_axes(axis), collective_name(node)
+        seconds = float(collective_seconds(self.hardware, self.mesh, axes, op, num_bytes))
+        level = link_level(self.hardware, self.mesh, axes)
+        start = max(self.now, self._link_free.get(level, 0.0))
+        self._link_free[level] = self._arrival[node] = start + seconds
+        self.times.append(NodeTime(node.name, self.stage, axis, start, seconds, 0, num_bytes))
+        self._pass(seconds * (1 - self.hardware.efficiency.overlap))
+
+    def _compute(self, node: Node) -> None:
+        flops, num_bytes = node_flops(node), node_bytes(node)
+        dtype = tensor_of(operands(node)[0]).dtype if flops else results_of(node)[0].dtype
+        seconds = float(compute_seconds(self.hardware, flops, dtype, num_bytes))
+        self.times.append(NodeTime(node.name, self.stage, COMPUTE, self.now, seconds, flops, num_bytes))
+        self.now += seconds
+
+    def _pass(self, seconds: float) -> None:
+        """Let time go by without computing."""
+        self.now += max(0.0, seconds)
+        self.exposed += max(0.0, seconds)
