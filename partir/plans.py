@@ -35,6 +35,8 @@ from partir.timing import StepTime, step_seconds
 if TYPE_CHECKING:
     from graphviz import Digraph  # pyright: ignore[reportMissingTypeStubs]
 
+    from partir.cost import Cost
+
 STAGES = ("traced", "annotated", "lowered", "forward", "backward")
 
 
@@ -187,6 +189,18 @@ class Plan:
             HardwareError: there is no such profile, it is no profile, or it lacks a dtype of the model.
         """
         return step_seconds(self.program, hardware)
+    def cost(self, symbols: Mapping[str, tuple[str, int]] | None = None) -> Cost:
+        """Return what one rank receives, computes and holds in a step, as expressions in the sizes of axes, batch and sequence.
+
+        Args:
+            symbols: name -> (input, dim) whose size it stands for; by default `B` and `S` are the first two dims of the first input.
+
+        Raises:
+            PartirError: no such input or dim.
+        """
+        from partir.cost import cost_of
+
+        return cost_of(self.compiled, self.collectives, symbols)
 
     def dot(self) -> Digraph:
         """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it."""

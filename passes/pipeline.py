@@ -10,7 +10,7 @@ stages, printed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from partir import rules
 from partir.checks import verify_graph
 from partir.errors import RuleError
-from partir.graph import layout_of, outputs_of
+from partir.graph import outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.options import Options
@@ -38,11 +38,12 @@ from partir.passes.localize_shapes import localize_shapes
 from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
+from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
 from partir.program import Program, Slot
 from partir.random_ops import DRAWN
-from partir.rules.placement import placement
+from partir.rules.placement import Placement, placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,17 +100,50 @@ def compile_traced(
     timings: Mapping[str, float] | None = None,
 ) -> Compiled:
     """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
+    return derive(lower(traced, mesh, options, parameter_layouts, input_layouts, timings), options.memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """One rank's forward graph, not yet differentiated.
+
+    Args:
+        mesh, traced: what it was made of.
+        annotated: the graph with the chosen layouts, sizes global.
+        graph: with collectives, sizes local.
+        inputs, outputs: the slots of a program.
+        training: gradients are recorded.
+        texts, timings: of the passes.
+    """
+
+    mesh: Mesh
+    traced: Traced
+    annotated: GraphModule
+    graph: GraphModule
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    training: bool
+    texts: Mapping[str, str]
+    timings: Mapping[str, float]
+
+
+def lower(
+    traced: Traced,
+    mesh: Mesh,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout] | None = None,
+    input_layouts: Mapping[str, Layout] | None = None,
+    timings: Mapping[str, float] | None = None,
+) -> Lowered:
+    """Run every pass but the last; see `compile_program`."""
     run = _Run(mesh, dict(timings or {}))
     training = torch.is_grad_enabled()
     run.texts["traced"] = graph_text(traced.graph_module)
-    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
-    graph = run.pass_("factorise_dims", graph, factorise_dims)
-    law = placement(options.placement)
-    padded = choose_pads(graph, mesh, law)
+    graph, padded, law = factorise(traced, mesh, options, run)
     graph = run.pass_("pad_dims", graph, lambda g: factorise_dims(pad_dims(g, padded)) if padded else g)
     _add_seed(graph)
-    slots = {node.name: slot for node, slot in zip(_placeholders(graph), traced.slots)}
-    dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in _placeholders(graph)}
+    slots = {node.name: slot for node, slot in zip(placeholders(graph), traced.slots)}
+    dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in placeholders(graph)}
     pinned = match_pins(options.pin, graph, {name: slot.name for name, slot in slots.items()}, mesh)
     given = _given(slots, dtypes, training, pinned, parameter_layouts or {}, input_layouts or {})
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
@@ -124,14 +158,32 @@ def compile_traced(
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
-    inputs = _input_slots(lowered, slots, _outputs_reached(annotated) if training else {})
-    outputs = _output_slots(lowered, shapes, traced, training)
-    derived = run.time("differentiate", lambda: differentiate(lowered, mesh, inputs, outputs, options.memory, training))
-    run.texts["forward"] = graph_text(derived.forward)
-    run.texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""
-    outputs = tuple(_with_tangent(slot, takes) for slot, takes in zip(outputs, derived.differentiable))
-    program = Program(mesh, options.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs, texts=run.texts)
-    return Compiled(program, traced, annotated, lowered, run.timings)
+    inputs = input_slots(lowered, slots, outputs_reached(annotated) if training else {})
+    outputs = output_slots(lowered, shapes, traced, training)
+    return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings)
+
+
+def factorise(
+    traced: Traced, mesh: Mesh, options: Options, run: _Run | None = None
+) -> tuple[GraphModule, dict[int, int], Placement]:
+    """Return the graph with named sub-dims, the padded size of each that is to be padded, and the law."""
+    run = run or _Run(mesh, {})
+    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
+    graph = run.pass_("factorise_dims", graph, factorise_dims)
+    law = placement(options.placement)
+    return graph, choose_pads(graph, mesh, law), law
+
+
+def derive(low: Lowered, memory: str) -> Compiled:
+    """Differentiate a lowered graph; ``memory`` as for `parallelize`."""
+    run = _Run(low.mesh, dict(low.timings))
+    derived = run.time("differentiate", lambda: differentiate(low.graph, low.mesh, low.inputs, low.outputs, memory, low.training))
+    texts = dict(low.texts)
+    texts["forward"] = graph_text(derived.forward)
+    texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""
+    outputs = tuple(with_tangent(slot, takes) for slot, takes in zip(low.outputs, derived.differentiable))
+    program = Program(low.mesh, memory, low.inputs, outputs, derived.forward, derived.backward, derived.num_outputs, texts=texts)
+    return Compiled(program, low.traced, low.annotated, low.graph, run.timings)
 
 
 class _Run:
@@ -175,16 +227,12 @@ def _has_rule(node: Node) -> bool:
         return False
 
 
-def _placeholders(graph_module: GraphModule) -> list[Node]:
-    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-
-
 def _add_seed(graph_module: GraphModule) -> bool:
     """Give a graph that draws random numbers an int64 [2] input on the CPU: the seed and the number of the call."""
     calls = [node for node in graph_module.graph.nodes if "binding" in node.meta]
     if not any(node.meta["binding"].random for node in calls):
         return False
-    last = _placeholders(graph_module)[-1]
+    last = placeholders(graph_module)[-1]
     with graph_module.graph.inserting_after(last):
         seed = graph_module.graph.placeholder("seed")
     seed.meta = {"val": last.meta["val"].new_empty((2,), dtype=torch.int64, device="cpu"), "subdims": (((),),)}
@@ -223,45 +271,3 @@ def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: str, train
     has_loss = training and any(shape == () and value.meta["grad"] for shape, value in zip(shapes, values))
     blocks = outputs == "sharded" or (outputs == "auto" and has_loss)
     return [blocks and shape != () and index < traced.num_outputs for index, shape in enumerate(shapes)]
-
-
-def _outputs_reached(annotated: GraphModule) -> dict[str, tuple[int, ...]]:
-    """Return for each placeholder the outputs that can be differentiated with respect to it; from none ``grad`` stays None.
-
-    A gathered bucket would give zeros to a member that has no gradient, and an optimizer decays what has zeros.
-    """
-    reached: dict[Node, set[int]] = {}
-    for number, value in enumerate(outputs_of(annotated)):
-        reached.setdefault(cast(Node, value), set()).add(number)
-    for node in reversed(annotated.graph.nodes):
-        if not (node.meta.get("grad") or any(node.meta.get("grads", ()))):
-            reached[node] = set()
-            continue
-        reached.setdefault(node, set()).update(*(reached.get(user, set()) for user in node.users))
-    return {node.name: tuple(sorted(reached[node])) for node in _placeholders(annotated)}
-
-
-def _input_slots(lowered: GraphModule, slots: Mapping[str, InputSlot], reached: Mapping[str, tuple[int, ...]]) -> tuple[Slot, ...]:
-    found: list[Slot] = []
-    for node in _placeholders(lowered):
-        layout = layout_of(node)
-        slot = slots.get(node.name)
-        name, kind = (slot.name, slot.kind) if slot else ("seed", "seed")
-        reaches = reached.get(node.name, ()) if slot and slot.requires_grad else ()
-        found.append(Slot(name, cast(Any, kind), layout, layout.shape, node.meta["val"].dtype, bool(reaches), reaches))
-    return tuple(found)
-
-
-def _output_slots(lowered: GraphModule, shapes: Sequence[tuple[int, ...]], traced: Traced, training: bool) -> tuple[Slot, ...]:
-    found: list[Slot] = []
-    buffers = dict(traced.mutated_buffers)
-    for index, (value, shape) in enumerate(zip(outputs_of(lowered), shapes)):
-        layout = layout_of(value)
-        name = buffers.get(index, f"output[{index}]")
-        wanted = training and layout.grad and index not in buffers
-        found.append(Slot(name, "output", layout, shape, value.meta["val"].dtype, wanted))
-    return tuple(found)
-
-
-def _with_tangent(slot: Slot, takes: bool) -> Slot:
-    return Slot(slot.name, slot.kind, slot.layout, slot.shape, slot.dtype, takes)

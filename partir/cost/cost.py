@@ -1,0 +1,200 @@
+"""The cost of a plan in symbols: what one rank receives, computes and holds.
+
+cost = plan.cost()
+cost.bytes(axis="z", stage="forward")             # 1024*B*S*(z - 1)/(x*y*z)
+cost.value(cost.bytes(), B=64, S=2048, y=8)       # for other sizes; what is not given is the plan's own
+print(cost)
+
+The symbols are the axes of the plan's mesh that have more than one rank, the batch `B` and the sequence `S`. An expression holds for
+every mesh and batch on which the compiler lays things out in the same way: that the sizes divide is the user's part here;
+`partir.suggest_mesh` checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import sympy  # pyright: ignore[reportMissingTypeStubs]
+from torch.fx import Node
+
+from partir.collectives import split_axes
+from partir.cost.lifetimes import GRADIENTS, OUTPUTS, SAVED, TEMPORARY, Block, blocks_of, peak
+from partir.cost.monomial import Monomial, symbol
+from partir.cost.received import Received, total
+from partir.cost.sizes import ProgramSizes
+from partir.cost.work import Work, work_of
+from partir.errors import PartirError
+from partir.graph import collective_name, is_collective, operands, tensor_of
+from partir.program import Program
+
+if TYPE_CHECKING:
+    from partir.passes.pipeline import Compiled
+    from partir.records import Collective
+
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TEMPORARY, OUTPUTS)
+MOMENTS = 2  # AdamW keeps two numbers of the parameter's dtype for each of its elements
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """What one rank receives, computes and holds in one step, as expressions.
+
+    Args:
+        values: the value of each symbol in the plan.
+        received: one for each collective that moves data.
+        work: one for each node that computes.
+        blocks: the storages that a step makes.
+        parameters: bytes of each parameter and buffer at rest, and whether it is trained.
+    """
+
+    values: Mapping[str, int]
+    received: tuple[Received, ...]
+    work: tuple[Work, ...]
+    blocks: tuple[Block, ...]
+    parameters: tuple[tuple[Monomial, bool], ...]
+
+    def bytes(self, stage: str | None = None, axis: str | None = None, op: str | None = None, layer: str | None = None) -> sympy.Expr:
+        """Return the bytes that one rank receives in one step, in all collectives that match.
+
+        Args:
+            stage: "forward" or "backward".
+            axis: ``"y"``, or ``"z.x"`` for a group over both.
+            op: "all_gather", ...
+            layer: a list item's path, ``"blocks.0"``.
+        """
+        wanted = [(k, v) for k, v in (("stage", stage), ("axis", axis), ("op", op), ("layer", layer)) if v is not None]
+        return total(one for one in self.received if all(getattr(one.record, name) == value for name, value in wanted))
+
+    def flops(self, stage: str | None = None) -> sympy.Expr:
+        """Return the floating-point operations of one rank in one step; a multiplication and an addition are two."""
+        return _sum(one.flops for one in self.work if stage in (None, one.stage))
+
+    @cached_property
+    def memory(self) -> Mapping[str, sympy.Expr]:
+        """Bytes that one rank holds at the peak of a step, by kind: parameters, gradients, optimizer (AdamW), saved activations,
+        temporaries (what was gathered for an op, and results on their way), outputs. The peak is the plan's own: for other sizes it may
+        fall on another node, which `peak_memory` takes into account.
+        """
+        stage, place = self._peak_place()
+        found = {PARAMETERS: _sum(held for held, _ in self.parameters)}
+        found[OPTIMIZER] = _sum(held * MOMENTS for held, trained in self.parameters if trained)
+        live = [block for block in self.blocks if block.stage == stage and block.born <= place <= block.dies]
+        for kind in (GRADIENTS, SAVED, TEMPORARY, OUTPUTS):
+            found[kind] = _sum(block.bytes for block in live if block.kind == kind)
+        return {kind: found[kind] for kind in KINDS}
+
+    def _peak_place(self) -> tuple[str, int]:
+        peaks = {stage: peak(self.blocks, stage, self.values) for stage in ("forward", "backward")}
+        stage = max(peaks, key=lambda name: float(_number(peaks[name][0])))
+        return stage, int(_number(peaks[stage][1]))
+
+    def peak_memory(self, sizes: Mapping[str, Any] | None = None) -> Any:
+        """Return the most bytes that one rank holds in a step, for these sizes of symbols.
+
+        Args:
+            sizes: numbers, or arrays of one length, for as many results; what is not given is the plan's own.
+        """
+        at = {**self.values, **(sizes or {})}
+        held: Any = sum((h.value(at) for h, _ in self.parameters), 0)
+        trained: Any = sum((h.value(at) for h, t in self.parameters if t), 0)
+        peaks = [peak(self.blocks, stage, at)[0] for stage in ("forward", "backward")]
+        most = peaks[0] + (peaks[1] - peaks[0]) * (peaks[1] > peaks[0])
+        step = trained  # the optimizer's step holds every gradient and nothing of the forward
+        result = held + MOMENTS * trained + most + (step - most) * (step > most)
+        return result if sizes and any(hasattr(v, "shape") for v in sizes.values()) else float(_number(result))
+
+    def value(self, expression: sympy.Expr, **sizes: int) -> int:
+        """Return an expression's value for these sizes of symbols; what is not given is the plan's own.
+
+        Raises:
+            PartirError: a size of something that is no symbol here.
+        """
+        unknown = sorted(set(sizes) - set(self.values))
+        if unknown:
+            known = ", ".join(f"{name}={value}" for name, value in self.values.items())
+            raise PartirError(f"cost.value({', '.join(unknown)}=...): no such symbol; this plan's are {known}.")
+        at = {symbol(name): value for name, value in {**self.values, **sizes}.items()}
+        number = expression.subs(at)
+        return int(number) if number.is_Integer else float(number)  # pyright: ignore[reportReturnType]
+
+    def __str__(self) -> str:
+        from partir.cost.text import cost_text
+
+        return cost_text(self)
+
+
+def cost_of(compiled: Compiled, collectives: Sequence[Collective], symbols: Mapping[str, tuple[str, int]] | None = None) -> Cost:
+    """Return the cost of a compiled program in symbols.
+
+    Args:
+        compiled: the compiler's result.
+        collectives: its records.
+        symbols: name -> (input, dim) whose size it stands for; by default `B` and `S` are the first two dims of the first input.
+
+    Raises:
+        PartirError: no such input or dim, or one whose size a view merges with another's.
+    """
+    program = compiled.program
+    keys, values = _symbols(compiled, symbols)
+    graphs = [module for module in (program.forward, program.backward) if module is not None]
+    sizes = ProgramSizes(graphs, compiled.lowered, program.mesh, keys, values)
+    axes = {axis: program.mesh[axis] for axis in program.mesh.split_axes()}
+    received = tuple(_received(program, collectives, sizes))
+    return Cost({**axes, **values}, received, work_of(compiled, sizes), blocks_of(program, sizes), _parameters(compiled, sizes))
+
+
+def _symbols(compiled: Compiled, symbols: Mapping[str, tuple[str, int]] | None) -> tuple[dict[int, str], dict[str, int]]:
+    nodes = list(compiled.annotated.graph.find_nodes(op="placeholder"))
+    inputs = {slot.name: node for node, slot in zip(nodes, compiled.program.inputs) if slot.kind == "input"}
+    first = next((name for name, node in inputs.items() if node.meta["val"].dim()), None)
+    if symbols is None and first is not None:
+        symbols = {letter: (first, dim) for dim, letter in zip(range(inputs[first].meta["val"].dim()), "BS")}
+    keys, values = dict[int, str](), dict[str, int]()
+    for letter, (name, dim) in (symbols or {}).items():
+        if name not in inputs or dim >= inputs[name].meta["val"].dim():
+            known = ", ".join(f"{n} {list(node.meta['val'].shape)}" for n, node in inputs.items())
+            raise PartirError(f"symbol {letter}: there is no dim {dim} of an input {name!r}; inputs are {known}.")
+        subdims = inputs[name].meta["subdims"][0][dim]
+        if len(subdims) == 1:
+            keys[subdims[0].key], values[letter] = letter, subdims[0].size
+    return keys, values
+
+
+def _received(program: Program, collectives: Sequence[Collective], sizes: ProgramSizes) -> list[Received]:
+    nodes: dict[tuple[str, str], Node] = {}
+    for stage, module in (("forward", program.forward), ("backward", program.backward)):
+        for node in module.graph.nodes if module is not None else ():
+            if is_collective(node):
+                nodes[(stage, node.name)] = node
+    found: list[Received] = []
+    for record in collectives:
+        node = nodes[(record.stage, record.node)]
+        parts = tuple(sizes.numels(read)[0] for read in operands(node))
+        parts = parts if collective_name(node).endswith("_bucket") else parts[:1]
+        found.append(Received(record, split_axes(record.axis), parts, tensor_of(operands(node)[0]).dtype.itemsize))
+    return found
+
+
+def _parameters(compiled: Compiled, sizes: ProgramSizes) -> tuple[tuple[Monomial, bool], ...]:
+    nodes = list(compiled.lowered.graph.find_nodes(op="placeholder"))
+    pairs = zip(nodes, compiled.program.inputs, strict=True)
+    return tuple(
+        (sizes.numel(slot.layout, node.meta["subdims"][0]) * slot.dtype.itemsize, slot.differentiable)
+        for node, slot in pairs
+        if slot.kind in ("parameter", "buffer")
+    )
+
+
+def _sum(monomials: Any) -> sympy.Expr:
+    totals: dict[tuple[tuple[str, int], ...], Any] = {}
+    for one in monomials:
+        totals[one.powers] = totals.get(one.powers, 0) + one.coefficient
+    return sympy.Add(*(Monomial(coefficient, powers).expression for powers, coefficient in totals.items()))
+
+
+def _number(value: Any) -> Any:
+    return value[0] if hasattr(value, "shape") and getattr(value, "shape", ()) else cast(Any, value)

@@ -1,0 +1,233 @@
+"""How many elements each value of a program has on one rank, as a monomial in the sizes of axes, batch and sequence.
+
+    %g: f32[16@x, 64, 128@z] ~y        16*64 -> B*S        128*B*S/(x*z)
+
+What the compiler has laid out says its size itself. The rest (parts of an op that autograd took apart) is found from its
+neighbours: a view or an elementwise op is as large as what it reads, a collective's operand as its result, and the result of
+a product is one of the operands or the result of the op that it serves. A value that nobody can name keeps its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partir.collectives import split_axes
+from partir.cost.monomial import Monomial
+from partir.graph import collective_name, is_collective, is_getitem, operands
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.subdims import Sizes
+
+Numels = tuple[Monomial | None, ...]
+CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "dot", "mv", "einsum", "convolution", "convolution_backward")
+SHRINKING = {"all_gather": 1, "all_gather_same": 1, "reduce_scatter": -1}
+
+
+class ProgramSizes:
+    """The monomials of every value of a program's graphs.
+
+    Args:
+        graphs: forward and backward.
+        lowered: the graph that they were derived from; its nodes have layouts and sub-dims.
+        mesh: the program's, for which every monomial's value is the true size.
+        symbols: the key of a sub-dim -> the symbol of its size.
+        values: the value of each symbol in the program.
+    """
+
+    def __init__(
+        self, graphs: Sequence[GraphModule], lowered: GraphModule, mesh: Mesh, symbols: Mapping[int, str], values: Mapping[str, int]
+    ) -> None:
+        self.mesh, self.symbols = mesh, symbols
+        self.values = {**values, **{axis: mesh[axis] for axis in mesh.names}}
+        self._lowered = {node.name: node for node in lowered.graph.nodes}
+        self._numels: dict[Node, Numels] = {}
+        self._by_name: dict[str, Numels] = {}
+        for graph in graphs:
+            self._name_known(graph)
+            for _ in range(2):
+                self._pass_on(graph.graph.nodes)
+                self._pass_back(reversed(graph.graph.nodes))
+            self._name_by_origin(graph)
+            self._pass_on(graph.graph.nodes)
+            self._pass_back(reversed(graph.graph.nodes))
+
+    def numels(self, node: Node) -> tuple[Monomial, ...]:
+        """Return the number of elements of each result of a node on one rank."""
+        known = self._numels.get(node, (None,) * len(_tensors(node)))
+        return tuple(one or Monomial.of(value.numel()) for one, value in zip(known, _tensors(node), strict=True))
+
+    def is_named(self, node: Node) -> bool:
+        """Return whether the sizes of a node are understood rather than numbers."""
+        return all(one is not None for one in self._numels.get(node, (None,)))
+
+    def numel(self, layout: Layout, sizes: Sizes | None) -> Monomial:
+        """Return the number of elements of one block of a layout."""
+        return block_numel(layout, sizes, self.symbols, self.mesh)
+
+    def _name_known(self, graph: GraphModule) -> None:
+        for node in graph.graph.nodes:
+            layout = node.meta.get("layout")
+            if layout is None:
+                self._set(node, self._by_name.get(node.name, ()))
+                continue
+            layouts = (layout,) if isinstance(layout, Layout) else cast("tuple[Layout, ...]", layout)
+            source = self._lowered.get(node.name) or self._lowered.get(node.name.removeprefix("d_"))
+            subdims: Sequence[Sizes] = source.meta.get("subdims", ()) if source is not None else ()
+            fits = len(subdims) == len(layouts)
+            self._set(node, tuple(self.numel(one, subdims[i] if fits else None) for i, one in enumerate(layouts)))
+
+    def _set(self, node: Node, numels: Numels) -> bool:
+        """Note sizes that agree with the program's own; return whether something new is known."""
+        tensors = _tensors(node)
+        if len(numels) != len(tensors) or node in self._numels and None not in self._numels[node]:
+            return False
+        checked = tuple(
+            one if one is not None and one.value(self.values) == value.numel() else None for one, value in zip(numels, tensors)
+        )
+        if all(one is None for one in checked) or self._numels.get(node) == checked:
+            return False
+        self._numels[node] = checked
+        self._by_name.setdefault(node.name, checked)
+        return True
+
+    def _known(self, node: Node) -> Monomial | None:
+        found = self._numels.get(node, ())
+        return found[0] if len(found) == 1 else None
+
+    def _pass_on(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            if is_getitem(node):
+                whole = self._numels.get(cast(Node, node.args[0]), ())
+                index = cast(int, node.args[1])
+                self._set(node, whole[index : index + 1])
+            elif is_collective(node):
+                self._through(node, operands(node)[:1], node, 1)
+            elif len(_tensors(node)) > 1:
+                self._parts(node)
+            elif _name(node) not in CONTRACTIONS:
+                self._elementwise(node)
+
+    def _elementwise(self, node: Node) -> None:
+        """Each result is as large as an operand of its size; one without elements to compare stays a number."""
+        reads = [read for read in node.all_input_nodes if self._known(read) is not None]
+        found: list[Monomial | None] = []
+        for value in _tensors(node):
+            like = next((r for r in reads if value.numel() > 1 and r.meta["val"].numel() == value.numel()), None)
+            found.append(self._known(like) if like is not None else Monomial.of(1) if value.numel() == 1 else None)
+        self._set(node, tuple(found))
+
+    def _parts(self, node: Node) -> None:
+        """Of several results the first is known from its reader; the others are a fixed part of it (a number a row beside the row)."""
+        self._elementwise(node)
+        items = {cast(int, user.args[1]): self._known(user) for user in node.users if is_getitem(user)}
+        found = list(self._numels.get(node, (None,) * len(_tensors(node))))
+        found = [known or items.get(index) for index, known in enumerate(found)]
+        first, tensors = found[0], _tensors(node)
+        if first is not None:
+            found = [known or first * Fraction(value.numel(), tensors[0].numel()) for known, value in zip(found, tensors)]
+        self._numels.pop(node, None)
+        self._set(node, tuple(found))
+
+    def _pass_back(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.op == "call_function" and is_collective(node) and collective_name(node).endswith("_bucket"):
+                self._bucket(node)
+                continue
+            if node.op != "call_function" or self._known(node) is None:
+                continue
+            if is_collective(node):
+                self._through(node, [node], operands(node)[0] if operands(node) else node, -1)
+            elif _name(node) not in CONTRACTIONS:
+                for read in node.all_input_nodes:
+                    if _numel(read) == _numel(node) and _numel(node) > 1:
+                        self._set(read, (self._known(node),))
+
+    def _bucket(self, node: Node) -> None:
+        axes = split_axes(str(_argument(node, "axis")))
+        for read, known in zip(operands(node), self._numels.get(node, ())):
+            if known is not None:
+                self._set(read, (known.over(axes) if collective_name(node) == "all_gather_bucket" else known.times(axes),))
+
+    def _through(self, node: Node, sources: Sequence[Node], target: Node, sign: int) -> None:
+        """Size of a collective's result from its operand, or the other way round."""
+        known = self._known(sources[0]) if sources else None
+        if known is None or collective_name(node).endswith("_bucket") or len(_tensors(node)) != 1:
+            return
+        axes = split_axes(str(_argument(node, "axis"))) if collective_name(node) in SHRINKING else ()
+        grows = SHRINKING.get(collective_name(node), 0) * sign > 0
+        self._set(target, (known.times(axes) if grows else known.over(axes),))
+
+    def _name_by_origin(self, graph: GraphModule) -> None:
+        """Name what is left by the op that it serves; of a product's candidates the one that leaves a square: mn * nk / mk = n^2."""
+        for node in graph.graph.nodes:
+            if node.op != "call_function" or node in self._numels or len(_tensors(node)) != 1:
+                continue
+            candidates = [one for one in self._candidates(node) if one.value(self.values) == _numel(node)]
+            factors = [self._known(read) for read in node.all_input_nodes[-2:]]
+            if len(factors) == 2 and None not in factors and _name(node) in CONTRACTIONS:
+                product = cast(Monomial, factors[0]) * cast(Monomial, factors[1])
+                candidates.sort(key=lambda one: not (product / one).is_square())
+            if candidates:
+                self._set(node, (candidates[0],))
+
+    def _candidates(self, node: Node) -> Iterator[Monomial]:
+        """Yield the sizes of what the op that a node serves reads and makes."""
+        origin = self._lowered.get(str(node.meta.get("origin")))
+        if origin is None:
+            return
+        serving = [n for n in self._lowered.values() if n.meta.get("origin") == origin.meta.get("origin") and n.op == "call_function"]
+        for one in [*(read for n in serving for read in n.all_input_nodes), *serving]:
+            if isinstance(one.meta.get("layout"), Layout) and "subdims" in one.meta:
+                yield self.numel(one.meta["layout"], one.meta["subdims"][0])
+
+
+def block_numel(layout: Layout, sizes: Sizes | None, symbols: Mapping[int, str], mesh: Mesh) -> Monomial:
+    """Return the number of elements of one block.
+
+    Args:
+        sizes: the sub-dims of each dim, where they are known.
+        symbols: the key of a sub-dim -> the symbol of its size.
+    """
+    total = Monomial.of(1, (), [axis for axis in layout.split_axes if mesh[axis] > 1])
+    for number, dim in enumerate(layout.dims):
+        inner = sizes[number] if sizes is not None and number < len(sizes) else ()
+        named = [symbols[one.key] for one in inner if one.key in symbols]
+        rest = 1
+        for one in inner:
+            rest *= 1 if one.key in symbols else one.size
+        whole = 1
+        for one in inner:
+            whole *= one.size
+        total = total * (Monomial.of(rest, named) if whole == dim.size else Monomial.of(dim.size))
+    return total
+
+
+def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
+    value = cast(Any, node.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return tuple(one for one in value if isinstance(one, torch.Tensor)) if isinstance(value, (list, tuple)) else ()
+
+
+def _numel(node: Node) -> int:
+    tensors = _tensors(node)
+    return tensors[0].numel() if len(tensors) == 1 else -1
+
+
+def _name(node: Node) -> str:
+    target = cast(Any, node.target)
+    return str(target._schema.name).rpartition("::")[2] if hasattr(target, "_schema") else ""
+
+
+def _argument(node: Node, name: str) -> Any:
+    if name in node.kwargs:
+        return node.kwargs[name]
+    schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
+    return node.args[schema.index(name)]

@@ -1,0 +1,88 @@
+"""What one rank computes in each node of a program, for any sizes: floating-point operations, and bytes read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from partir.cost.monomial import Monomial
+from partir.cost.sizes import ProgramSizes
+from partir.graph import is_collective, operands, results_of, tensor_of
+from partir.work import is_work, node_bytes, node_flops
+
+if TYPE_CHECKING:
+    from partir.passes.pipeline import Compiled
+
+
+@dataclass(frozen=True)
+class Work:
+    """One node.
+
+    Args:
+        stage, node: its name in the graph of its stage.
+        flops: a multiplication and an addition are two.
+        memory: bytes read and written; their sum counts.
+        dtype: in which it computes.
+    """
+
+    stage: str
+    node: str
+    flops: Monomial
+    memory: tuple[Monomial, ...]
+    dtype: torch.dtype
+
+    def memory_value(self, sizes: Any) -> Any:
+        """Return the bytes for these sizes."""
+        return sum((part.value(sizes) for part in self.memory), 0)
+
+
+def work_of(compiled: Compiled, sizes: ProgramSizes) -> tuple[Work, ...]:
+    """Return the work of each node that computes, in the order of the graphs."""
+    program = compiled.program
+    shares = _shares(compiled.annotated.graph.nodes, sizes)
+    graphs = (("forward", program.forward), ("backward", program.backward))
+    return tuple(one for stage, module in graphs if module is not None for one in _stage(stage, module, shares, sizes))
+
+
+def _stage(stage: str, module: GraphModule, shares: dict[str, Monomial], sizes: ProgramSizes) -> Iterable[Work]:
+    for node in module.graph.nodes:
+        if not is_work(node):
+            continue
+        flops = 0 if is_collective(node) else node_flops(node)
+        dtype = tensor_of(operands(node)[0]).dtype if flops and operands(node) else results_of(node)[0].dtype
+        yield Work(stage, node.name, _in_symbols(flops, shares.get(str(node.meta.get("origin"))), sizes), _memory(node, sizes), dtype)
+
+
+def _in_symbols(flops: int, share: Monomial | None, sizes: ProgramSizes) -> Monomial:
+    """Return FLOPs in the symbols of the op that a node serves: each of its products, forward or backward, has all its factors."""
+    if share is None or not flops:
+        return Monomial.of(flops)
+    return share * (Fraction(flops) / Fraction(share.value(sizes.values)))
+
+
+def _shares(nodes: Iterable[Node], sizes: ProgramSizes) -> dict[str, Monomial]:
+    """Return for each annotated call the product of its factors' sizes on one rank."""
+    found: dict[str, Monomial] = {}
+    for node in nodes:
+        if "assignment" not in node.meta:
+            continue
+        total = Monomial()
+        for subdims in node.meta["factors"].values():
+            for one in subdims:
+                total = total * (Monomial.of(1, [sizes.symbols[one.key]]) if one.key in sizes.symbols else Monomial.of(one.size))
+        axes = [axis for split in node.meta["assignment"].values() for axis in split if sizes.mesh[axis] > 1]
+        found[node.name] = total.over(axes)
+    return found
+
+
+def _memory(node: Node, sizes: ProgramSizes) -> tuple[Monomial, ...]:
+    """Return the bytes that a node reads and writes, as `partir.work.node_bytes` counts them."""
+    tensors = [(read, place) for read in operands(node) for place in (0,)] + [(node, place) for place in range(len(results_of(node)))]
+    parts = [sizes.numels(one)[place] * results_of(one)[place].dtype.itemsize for one, place in tensors]
+    counted, whole = node_bytes(node), sum(cast(Any, part.value(sizes.values)) for part in parts)
+    return tuple(part * (Fraction(counted) / Fraction(whole)) for part in parts) if whole else ()
