@@ -81,26 +81,59 @@ def differentiate(
     Raises:
         VerifyError: a gradient that does not arrive in its input's local shape and dtype.
     """
+    return split(join(lowered, mesh, input_slots, output_slots, training), memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Forward and backward of a lowered graph in one graph; splitting it changes nothing, so that both memory modes can have it.
+
+    Args:
+        graph: ``(*primals, *tangents) -> (*outputs, *gradients)``.
+        shared: the lowered graph that it was traced from.
+        differentiable: for each output, whether the backward takes its tangent.
+    """
+
+    graph: GraphModule
+    shared: GraphModule
+    mesh: Mesh
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+    differentiable: tuple[bool, ...]
+    training: bool
+
+
+def join(
+    lowered: GraphModule, mesh: Mesh, input_slots: Sequence[Slot], output_slots: Sequence[Slot], training: bool = True
+) -> Joint:
+    """Return the joint graph of a lowered graph; see `differentiate`."""
     shared = share_gathers(lowered)
     placeholders = shared.graph.find_nodes(op="placeholder")
     assert len(placeholders) == len(input_slots), "one slot for each placeholder"
     wants = [training and slot.differentiable for slot in input_slots]
     joint, differentiable = _trace(shared, placeholders, mesh, wants, output_slots)
     simplify(joint.graph, mesh)
-    primals = joint.graph.find_nodes(op="placeholder")[: len(input_slots)]
+    return Joint(joint, shared, mesh, input_slots, output_slots, differentiable, training)
+
+
+def split(joint: Joint, memory: str) -> Differentiated:
+    """Return the two graphs of a joint graph; see `differentiate`."""
+    mesh, slots, outputs = joint.mesh, joint.inputs, joint.outputs
+    primals = joint.graph.graph.find_nodes(op="placeholder")[: len(slots)]
+    wants = [joint.training and slot.differentiable for slot in slots]
     frozen = frozenset(primal for primal, want in zip(primals, wants, strict=True) if not want)
-    parts = partition(joint, len(output_slots), memory, frozen)
-    check_outputs(parts, mesh, output_slots)
-    check_gradients(parts, mesh, input_slots)
-    copies = [output_needs_copy(parts, index) for index in range(len(output_slots))]
-    forward = extract_forward(parts, shared, mesh, input_slots, copies)
+    parts = partition(joint.graph, len(outputs), memory, frozen)
+    check_outputs(parts, mesh, outputs)
+    check_gradients(parts, mesh, slots)
+    copies = [output_needs_copy(parts, index) for index in range(len(outputs))]
+    forward = extract_forward(parts, joint.shared, mesh, slots, copies)
     results = cast("tuple[Node, ...]", forward.graph.output_node().args[0])
-    saved = tuple(node.name for node in results[len(output_slots) :])
+    saved = tuple(node.name for node in results[len(outputs) :])
     if all(gradient is None for gradient in parts.gradients):
-        return Differentiated(forward, None, len(output_slots), (False,) * len(output_slots), ())
-    tangents = [slot.name for slot, takes in zip(output_slots, differentiable, strict=True) if takes]
-    backward = extract_backward(parts, joint, shared, forward, mesh, input_slots, tangents)
-    return Differentiated(forward, backward, len(output_slots), differentiable, saved)
+        return Differentiated(forward, None, len(outputs), (False,) * len(outputs), ())
+    tangents = [slot.name for slot, takes in zip(outputs, joint.differentiable, strict=True) if takes]
+    backward = extract_backward(parts, joint.graph, joint.shared, forward, mesh, slots, tangents)
+    return Differentiated(forward, backward, len(outputs), joint.differentiable, saved)
 
 
 def _trace(

@@ -29,7 +29,7 @@ from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
 from partir.passes.choose_pads import choose_pads
 from partir.passes.decompose_ops import decompose_ops
-from partir.passes.differentiate import differentiate
+from partir.passes.differentiate import Differentiated, Joint, join, split
 from partir.passes.expand_recipes import expand_recipes
 from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.insert_collectives import insert_collectives
@@ -176,8 +176,21 @@ def factorise(
 
 def derive(low: Lowered, memory: str) -> Compiled:
     """Differentiate a lowered graph; ``memory`` as for `parallelize`."""
+    return derive_each(low, (memory,))[memory]
+
+
+def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:
+    """Differentiate a lowered graph once, and split it into forward and backward for each memory mode."""
+    start = time.perf_counter()
+    joint = join(low.graph, low.mesh, low.inputs, low.outputs, low.training)
+    joined = time.perf_counter() - start
+    return {memory: _split(low, joint, memory, joined) for memory in memories}
+
+
+def _split(low: Lowered, joint: Joint, memory: str, joined: float) -> Compiled:
     run = _Run(low.mesh, dict(low.timings))
-    derived = run.time("differentiate", lambda: differentiate(low.graph, low.mesh, low.inputs, low.outputs, memory, low.training))
+    derived: Differentiated = run.time("differentiate", lambda: split(joint, memory))
+    run.timings["differentiate"] += joined
     texts = dict(low.texts)
     texts["forward"] = graph_text(derived.forward)
     texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""

@@ -29,6 +29,7 @@ from partir.cost.work import Work, work_of
 from partir.errors import PartirError
 from partir.graph import collective_name, is_collective, operands, tensor_of
 from partir.program import Program
+from partir.records import layer_of
 
 if TYPE_CHECKING:
     from partir.passes.pipeline import Compiled
@@ -48,7 +49,7 @@ class Cost:
         received: one for each collective that moves data.
         work: one for each node that computes.
         blocks: the storages that a step makes.
-        parameters: bytes of each parameter and buffer at rest, and whether it is trained.
+        parameters: bytes of each parameter and buffer at rest (times the layers that it stands for), and whether it is trained.
     """
 
     values: Mapping[str, int]
@@ -71,7 +72,7 @@ class Cost:
 
     def flops(self, stage: str | None = None) -> sympy.Expr:
         """Return the floating-point operations of one rank in one step; a multiplication and an addition are two."""
-        return _sum(one.flops for one in self.work if stage in (None, one.stage))
+        return _sum(one.flops * one.count for one in self.work if stage in (None, one.stage))
 
     @cached_property
     def memory(self) -> Mapping[str, sympy.Expr]:
@@ -84,7 +85,7 @@ class Cost:
         found[OPTIMIZER] = _sum(held * MOMENTS for held, trained in self.parameters if trained)
         live = [block for block in self.blocks if block.stage == stage and block.born <= place <= block.dies]
         for kind in (GRADIENTS, SAVED, TEMPORARY, OUTPUTS):
-            found[kind] = _sum(block.bytes for block in live if block.kind == kind)
+            found[kind] = _sum(block.bytes * block.count for block in live if block.kind == kind)
         return {kind: found[kind] for kind in KINDS}
 
     def _peak_place(self) -> tuple[str, int]:
@@ -127,7 +128,12 @@ class Cost:
         return cost_text(self)
 
 
-def cost_of(compiled: Compiled, collectives: Sequence[Collective], symbols: Mapping[str, tuple[str, int]] | None = None) -> Cost:
+def cost_of(
+    compiled: Compiled,
+    collectives: Sequence[Collective],
+    symbols: Mapping[str, tuple[str, int]] | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> Cost:
     """Return the cost of a compiled program in symbols.
 
     Args:
@@ -135,19 +141,36 @@ def cost_of(compiled: Compiled, collectives: Sequence[Collective], symbols: Mapp
         collectives: its records.
         symbols: name -> (input, dim) whose size it stands for; by default `B` and `S` are the first two dims of the first input.
 
+        counts: the path of a layer -> how many layers it stands for (`fold_layers`).
+
     Raises:
-        PartirError: no such input or dim, or one whose size a view merges with another's.
+        PartirError: no such input or dim.
+    """
+    keys, values = input_symbols(compiled, symbols)
+    return cost_in_symbols(compiled, collectives, keys, values, counts or {})
+
+
+def cost_in_symbols(
+    compiled: Compiled, collectives: Sequence[Collective], keys: Mapping[int, str], values: Mapping[str, int], counts: Mapping[str, int]
+) -> Cost:
+    """Return the cost of a compiled program.
+
+    Args:
+        keys: the key of a sub-dim -> its symbol.
+        values: the size of each symbol in the program.
+        counts: as for `cost_of`.
     """
     program = compiled.program
-    keys, values = _symbols(compiled, symbols)
     graphs = [module for module in (program.forward, program.backward) if module is not None]
     sizes = ProgramSizes(graphs, compiled.lowered, program.mesh, keys, values)
     axes = {axis: program.mesh[axis] for axis in program.mesh.split_axes()}
-    received = tuple(_received(program, collectives, sizes))
-    return Cost({**axes, **values}, received, work_of(compiled, sizes), blocks_of(program, sizes), _parameters(compiled, sizes))
+    received = tuple(_received(program, collectives, sizes, counts))
+    work, blocks = work_of(compiled, sizes, counts), blocks_of(program, sizes, counts)
+    return Cost({**axes, **values}, received, work, blocks, _parameters(compiled, sizes, counts))
 
 
-def _symbols(compiled: Compiled, symbols: Mapping[str, tuple[str, int]] | None) -> tuple[dict[int, str], dict[str, int]]:
+def input_symbols(compiled: Compiled, symbols: Mapping[str, tuple[str, int]] | None) -> tuple[dict[int, str], dict[str, int]]:
+    """Return sub-dim key -> symbol, and symbol -> size, of dims of inputs; see `cost_of`."""
     nodes = list(compiled.annotated.graph.find_nodes(op="placeholder"))
     inputs = {slot.name: node for node, slot in zip(nodes, compiled.program.inputs) if slot.kind == "input"}
     first = next((name for name, node in inputs.items() if node.meta["val"].dim()), None)
@@ -164,7 +187,9 @@ def _symbols(compiled: Compiled, symbols: Mapping[str, tuple[str, int]] | None) 
     return keys, values
 
 
-def _received(program: Program, collectives: Sequence[Collective], sizes: ProgramSizes) -> list[Received]:
+def _received(
+    program: Program, collectives: Sequence[Collective], sizes: ProgramSizes, counts: Mapping[str, int]
+) -> list[Received]:
     nodes: dict[tuple[str, str], Node] = {}
     for stage, module in (("forward", program.forward), ("backward", program.backward)):
         for node in module.graph.nodes if module is not None else ():
@@ -175,15 +200,16 @@ def _received(program: Program, collectives: Sequence[Collective], sizes: Progra
         node = nodes[(record.stage, record.node)]
         parts = tuple(sizes.numels(read)[0] for read in operands(node))
         parts = parts if collective_name(node).endswith("_bucket") else parts[:1]
-        found.append(Received(record, split_axes(record.axis), parts, tensor_of(operands(node)[0]).dtype.itemsize))
+        itemsize = tensor_of(operands(node)[0]).dtype.itemsize
+        found.append(Received(record, split_axes(record.axis), parts, itemsize, counts.get(record.layer, 1)))
     return found
 
 
-def _parameters(compiled: Compiled, sizes: ProgramSizes) -> tuple[tuple[Monomial, bool], ...]:
+def _parameters(compiled: Compiled, sizes: ProgramSizes, counts: Mapping[str, int]) -> tuple[tuple[Monomial, bool], ...]:
     nodes = list(compiled.lowered.graph.find_nodes(op="placeholder"))
     pairs = zip(nodes, compiled.program.inputs, strict=True)
     return tuple(
-        (sizes.numel(slot.layout, node.meta["subdims"][0]) * slot.dtype.itemsize, slot.differentiable)
+        (sizes.numel(slot.layout, node.meta["subdims"][0]) * (slot.dtype.itemsize * counts.get(layer_of(slot.name), 1)), slot.differentiable)
         for node, slot in pairs
         if slot.kind in ("parameter", "buffer")
     )

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,8 +16,10 @@ from torch.fx import GraphModule, Node
 
 from partir.cost.monomial import Monomial, Values
 from partir.cost.sizes import ProgramSizes
+from partir.errors import module_path
 from partir.graph import is_getitem
 from partir.program import Program
+from partir.records import layer_of
 
 SAVED, GRADIENTS, TEMPORARY, OUTPUTS = "saved activations", "gradients", "temporaries", "outputs"
 Storage = tuple[Node, int]
@@ -33,6 +35,7 @@ class Block:
         stage: in whose timeline it lives.
         born, dies: numbers of the nodes that make it and that read it last.
         node: that makes it.
+        count: how many of it are alive at once: more than one of what is kept of a layer that stands for others.
     """
 
     kind: str
@@ -41,27 +44,30 @@ class Block:
     born: int
     dies: int
     node: str
+    count: int = 1
 
 
-def blocks_of(program: Program, sizes: ProgramSizes) -> tuple[Block, ...]:
-    """Return every storage that a step makes, forward and backward."""
+def blocks_of(program: Program, sizes: ProgramSizes, counts: Mapping[str, int]) -> tuple[Block, ...]:
+    """Return every storage that a step makes, forward and backward; ``counts``: how many layers a layer stands for."""
     results = cast("tuple[Any, ...]", program.forward.graph.output_node().args[0])
     count = program.num_outputs
     kept = {(_storage(n)): OUTPUTS for n in results[:count] if isinstance(n, Node)}
     kept |= {(_storage(n)): SAVED for n in results[count:] if isinstance(n, Node)}
-    found = _blocks(program.forward, "forward", kept, sizes)
+    found = _blocks(program.forward, "forward", kept, sizes, counts)
     if program.backward is None:
         return tuple(found)
     end = len(program.backward.graph.nodes)
     found += [
-        Block(block.kind, block.bytes, "backward", -1, end, block.node) for block in found if block.kind in (SAVED, OUTPUTS)
+        replace(block, stage="backward", born=-1, dies=end) for block in found if block.kind in (SAVED, OUTPUTS)
     ]
     gradients = cast("tuple[Any, ...]", program.backward.graph.output_node().args[0])
     kept = {(_storage(n)): GRADIENTS for n in gradients if isinstance(n, Node)}
-    return (*found, *_blocks(program.backward, "backward", kept, sizes))
+    return (*found, *_blocks(program.backward, "backward", kept, sizes, counts))
 
 
-def _blocks(module: GraphModule, stage: str, kept: dict[Storage, str], sizes: ProgramSizes) -> list[Block]:
+def _blocks(
+    module: GraphModule, stage: str, kept: Mapping[Storage, str], sizes: ProgramSizes, counts: Mapping[str, int]
+) -> list[Block]:
     order = {node: number for number, node in enumerate(module.graph.nodes)}
     dies: dict[Storage, int] = {}
     for node, number in order.items():
@@ -76,7 +82,8 @@ def _blocks(module: GraphModule, stage: str, kept: dict[Storage, str], sizes: Pr
         for place, (tensor, numel) in enumerate(zip(_tensors(node), sizes.numels(node), strict=True)):
             storage = (node, place)
             last = len(order) if storage in kept else dies.get(storage, number)
-            found.append(Block(kept.get(storage, TEMPORARY), numel * tensor.dtype.itemsize, stage, number, last, node.name))
+            many = counts.get(layer_of(module_path(node.meta)), 1) if storage in kept else 1
+            found.append(Block(kept.get(storage, TEMPORARY), numel * tensor.dtype.itemsize, stage, number, last, node.name, many))
     return found
 
 
@@ -90,7 +97,7 @@ def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
     if not mine:
         return 0, 0
     length = max(block.dies for block in mine) + 3
-    amounts = [np.atleast_1d(np.asarray(block.bytes.value(sizes), dtype=np.float64)) for block in mine]
+    amounts = [np.atleast_1d(np.asarray(block.bytes.value(sizes) * block.count, dtype=np.float64)) for block in mine]
     change = np.zeros((length, max(len(amount) for amount in amounts)))
     for block, amount in zip(mine, amounts, strict=True):
         change[block.born + 1] += amount

@@ -22,12 +22,14 @@ class Received:
         axes: of its group.
         parts: elements of each operand's block.
         itemsize: bytes of an element.
+        count: how often it happens: more than once in a layer that stands for others.
     """
 
     record: Collective
     axes: tuple[str, ...]
     parts: tuple[Monomial, ...]
     itemsize: int
+    count: int = 1
 
     def ranks(self, sizes: Values) -> Any:
         """Return the number of ranks of the group."""
@@ -37,19 +39,13 @@ class Received:
         return total
 
     def value(self, sizes: Values) -> Any:
-        """Return the bytes for these sizes: numbers, or arrays of one shape."""
+        """Return the bytes of one message for these sizes: numbers, or arrays of one shape."""
         n, op = self.ranks(sizes), self.record.op
         total: Any = 0
         for part in self.parts:
             held = part.value(sizes)
             total = total + _elements(op, held, n)
         return total * self.itemsize
-
-    @property
-    def expression(self) -> sympy.Expr:
-        """The bytes as a sympy expression."""
-        n = sympy.Mul(*(symbol(axis) for axis in self.axes))
-        return sympy.Add(*(_in_symbols(self.record.op, part, n) for part in self.parts)) * self.itemsize
 
 
 def _elements(op: str, held: Any, n: Any) -> Any:
@@ -80,10 +76,11 @@ def total(received: Iterable[Received]) -> sympy.Expr:
     for one in received:
         for part in one.parts:
             if one.record.op == "all_reduce":
-                rounded.append(_in_symbols("all_reduce", part, sympy.Mul(*(symbol(axis) for axis in one.axes))) * one.itemsize)
+                n = sympy.Mul(*(symbol(axis) for axis in one.axes))
+                rounded.append(_in_symbols("all_reduce", part, n) * one.itemsize * one.count)
                 continue
             key = (one.record.op, one.axes, part.powers)
-            kinds[key] = kinds.get(key, 0) + part.coefficient * one.itemsize
+            kinds[key] = kinds.get(key, 0) + part.coefficient * one.itemsize * one.count
     return sympy.Add(*_collected(kinds), *_counted(rounded))
 
 

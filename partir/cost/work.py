@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from partir.cost.monomial import Monomial
 from partir.cost.sizes import ProgramSizes
+from partir.errors import module_path
 from partir.graph import is_collective, operands, results_of, tensor_of
+from partir.records import layer_of
 from partir.work import is_work, node_bytes, node_flops
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class Work:
         flops: a multiplication and an addition are two.
         memory: bytes read and written; their sum counts.
         dtype: in which it computes.
+        count: how often it runs: more than once in a layer that stands for others.
     """
 
     stage: str
@@ -35,27 +38,31 @@ class Work:
     flops: Monomial
     memory: tuple[Monomial, ...]
     dtype: torch.dtype
+    count: int = 1
 
     def memory_value(self, sizes: Any) -> Any:
         """Return the bytes for these sizes."""
         return sum((part.value(sizes) for part in self.memory), 0)
 
 
-def work_of(compiled: Compiled, sizes: ProgramSizes) -> tuple[Work, ...]:
-    """Return the work of each node that computes, in the order of the graphs."""
+def work_of(compiled: Compiled, sizes: ProgramSizes, counts: Mapping[str, int]) -> tuple[Work, ...]:
+    """Return the work of each node that computes, in the order of the graphs; ``counts``: how many layers a layer stands for."""
     program = compiled.program
     shares = _shares(compiled.annotated.graph.nodes, sizes)
     graphs = (("forward", program.forward), ("backward", program.backward))
-    return tuple(one for stage, module in graphs if module is not None for one in _stage(stage, module, shares, sizes))
+    return tuple(one for stage, module in graphs if module is not None for one in _stage(stage, module, shares, sizes, counts))
 
 
-def _stage(stage: str, module: GraphModule, shares: dict[str, Monomial], sizes: ProgramSizes) -> Iterable[Work]:
+def _stage(
+    stage: str, module: GraphModule, shares: Mapping[str, Monomial], sizes: ProgramSizes, counts: Mapping[str, int]
+) -> Iterable[Work]:
     for node in module.graph.nodes:
         if not is_work(node):
             continue
         flops = 0 if is_collective(node) else node_flops(node)
         dtype = tensor_of(operands(node)[0]).dtype if flops and operands(node) else results_of(node)[0].dtype
-        yield Work(stage, node.name, _in_symbols(flops, shares.get(str(node.meta.get("origin"))), sizes), _memory(node, sizes), dtype)
+        done = _in_symbols(flops, shares.get(str(node.meta.get("origin"))), sizes)
+        yield Work(stage, node.name, done, _memory(node, sizes), dtype, counts.get(layer_of(module_path(node.meta)), 1))
 
 
 def _in_symbols(flops: int, share: Monomial | None, sizes: ProgramSizes) -> Monomial:
@@ -84,5 +91,5 @@ def _memory(node: Node, sizes: ProgramSizes) -> tuple[Monomial, ...]:
     """Return the bytes that a node reads and writes, as `partir.work.node_bytes` counts them."""
     tensors = [(read, place) for read in operands(node) for place in (0,)] + [(node, place) for place in range(len(results_of(node)))]
     parts = [sizes.numels(one)[place] * results_of(one)[place].dtype.itemsize for one, place in tensors]
-    counted, whole = node_bytes(node), sum(cast(Any, part.value(sizes.values)) for part in parts)
+    counted, whole = node_bytes(node), sum(part.value(sizes.values) for part in parts)
     return tuple(part * (Fraction(counted) / Fraction(whole)) for part in parts) if whole else ()
