@@ -213,19 +213,19 @@ def step_seconds(program: Program, hardware: str | Path | Hardware) -> StepTime:
     return StepTime(profile.name, forward.now, backward_seconds, compute, dict(sorted(rows.items())), exposed)
 
 
-def _stages(program: Program, hardware: str | Path | Hardware) -> list[_Clock]:
+def _stages(program: Program, hardware: str | Path | Hardware) -> list[Clock]:
     profile = load_hardware(hardware)
     stages: list[tuple[Stage, GraphModule | None]] = [("forward", program.forward), ("backward", program.backward)]
-    clocks: list[_Clock] = []
+    clocks: list[Clock] = []
     for stage, graph_module in stages:
         if graph_module is not None:
-            clocks.append(_Clock(profile, program.mesh, stage, clocks[-1].now if clocks else 0.0))
-            for node in _as_run(graph_module, program.mesh):
-                clocks[-1].run(node)
+            clocks.append(Clock(profile, program.mesh, stage, clocks[-1].now if clocks else 0.0))
+            for node in as_run(graph_module, program.mesh):
+                _play(clocks[-1], node)
     return clocks
 
 
-def _as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
+def as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
     """Yield the calls of a graph in the order in which the runtime makes them, each message a start and a wait."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
@@ -252,53 +252,59 @@ def _wait(message: Any) -> Any:
     return message
 
 
-class _Clock:
-    """Plays one stage's nodes against its streams.
+class Clock:
+    """Plays one stage against its streams: call `start`, `wait` and `compute` in the order in which a rank does them.
 
     Args:
-        hardware: that they run on.
+        hardware: that it runs on.
         mesh: the ranks.
         stage: of the nodes.
         now: seconds of the step that have passed.
     """
 
     def __init__(self, hardware: Hardware, mesh: Mesh, stage: Stage, now: float) -> None:
-        self.hardware, self.mesh = hardware, mesh
-        self.stage: Stage = stage
+        self.hardware, self.mesh, self.stage = hardware, mesh, stage
         self.began = self.now = now
         self.exposed = 0.0
         self.times: list[NodeTime] = []
         self._link_free: dict[int, float] = {}
-        self._arrival: dict[Node, float] = {}
+        self._arrival: dict[str, float] = {}
 
-    def run(self, node: Node) -> None:
-        """Let one node run."""
-        message = node.meta.get("message")
-        if message == "start":
-            self._start(node)
-        elif message == "wait":
-            self._pass(self._arrival[node.all_input_nodes[0]] - self.now)
-        elif is_work(node):
-            self._compute(node)
-
-    def _start(self, node: Node) -> None:
-        axis, num_bytes = message_of(node, self.mesh)
-        axes, op = split_axes(axis), collective_name(node)
-        seconds = float(collective_seconds(self.hardware, self.mesh, axes, op, num_bytes))
+    def start(self, name: str, axis: str, op: str, num_bytes: int, count: int = 1) -> None:
+        """Start a message, or ``count`` of them where a layer stands for others."""
+        axes = split_axes(axis)
+        seconds = float(collective_seconds(self.hardware, self.mesh, axes, op, num_bytes)) * count
         level = link_level(self.hardware, self.mesh, axes)
         start = max(self.now, self._link_free.get(level, 0.0))
-        self._link_free[level] = self._arrival[node] = start + seconds
-        self.times.append(NodeTime(node.name, self.stage, axis, start, seconds, 0, num_bytes))
+        self._link_free[level] = self._arrival[name] = start + seconds
+        self.times.append(NodeTime(name, self.stage, axis, start, seconds, 0, num_bytes * count))
         self._pass(seconds * (1 - self.hardware.efficiency.overlap))
 
-    def _compute(self, node: Node) -> None:
-        flops, num_bytes = node_flops(node), node_bytes(node)
-        dtype = tensor_of(operands(node)[0]).dtype if flops else results_of(node)[0].dtype
-        seconds = float(compute_seconds(self.hardware, flops, dtype, num_bytes))
-        self.times.append(NodeTime(node.name, self.stage, COMPUTE, self.now, seconds, flops, num_bytes))
+    def wait(self, name: str) -> None:
+        """Wait for a message."""
+        self._pass(self._arrival[name] - self.now)
+
+    def compute(self, name: str, flops: int, dtype: torch.dtype, num_bytes: int, count: int = 1) -> None:
+        """Compute a node, or ``count`` of its kind where a layer stands for others."""
+        seconds = float(compute_seconds(self.hardware, flops, dtype, num_bytes)) * count
+        self.times.append(NodeTime(name, self.stage, COMPUTE, self.now, seconds, flops * count, num_bytes * count))
         self.now += seconds
 
     def _pass(self, seconds: float) -> None:
         """Let time go by without computing."""
         self.now += max(0.0, seconds)
         self.exposed += max(0.0, seconds)
+
+
+def _play(clock: Clock, node: Node) -> None:
+    """Let one node of a graph run."""
+    message = node.meta.get("message")
+    if message == "start":
+        axis, num_bytes = message_of(node, clock.mesh)
+        clock.start(node.name, axis, collective_name(node), num_bytes)
+    elif message == "wait":
+        clock.wait(node.all_input_nodes[0].name)
+    elif is_work(node):
+        flops = node_flops(node)
+        dtype = tensor_of(operands(node)[0]).dtype if flops else results_of(node)[0].dtype
+        clock.compute(node.name, flops, dtype, node_bytes(node))

@@ -1,0 +1,196 @@
+"""A compiled program as a template of the meshes that lay it out in the same way: its cost evaluated for each of them.
+
+A class of meshes: those on which every part of every layout of the template divides, and the same sub-dims are padded. The padded
+sizes differ from mesh to mesh, so they are symbols here, beside the axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.fx import GraphModule, Node
+
+from partir.cost.cost import Cost
+from partir.cost.monomial import Monomial
+from partir.graph import collective_name
+from partir.hardware import Hardware
+from partir.layout import Dim, Layout
+from partir.mesh import Mesh
+from partir.pads import Pad
+from partir.program import Program
+from partir.records import Stage, message_of
+from partir.subdims import Sizes, SubDim
+from partir.timing import Clock, as_run
+from partir.work import is_work
+
+if TYPE_CHECKING:
+    from partir.passes.pipeline import Compiled, Lowered
+
+Padded = Mapping[int, tuple[int, int]]
+"""Key of a sub-dim before padding -> its size and its padded size."""
+
+Step = tuple[str, str, int]
+"""``("start" | "wait" | "compute", node, number of the cost's Received or Work)``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """What one compilation says about a class of meshes.
+
+    Args:
+        mesh: that it was compiled for.
+        padded: the sub-dims that are padded.
+        symbols: (size, padded size) -> the symbol of the padded size.
+        parts: sizes that axes must divide.
+        costs: by memory mode.
+        steps: by memory mode and stage, what a rank does in order.
+    """
+
+    mesh: Mesh
+    padded: Padded
+    symbols: Mapping[tuple[int, int], str]
+    parts: frozenset[tuple[Monomial, tuple[str, ...]]]
+    costs: Mapping[str, Cost]
+    steps: Mapping[str, Mapping[Stage, Sequence[Step]]]
+
+    def sizes(self, mesh: Mesh, padded: Padded) -> dict[str, int] | None:
+        """Return the value of each symbol on a mesh, None where the mesh is of another class.
+
+        Args:
+            padded: what `choose_pads` pads there.
+        """
+        if set(padded) != set(self.padded):
+            return None
+        values: dict[str, int] = {axis: mesh[axis] for axis in self.mesh.names}
+        for key, (size, wanted) in padded.items():
+            name = self.symbols[(size, self.padded[key][1])]
+            if values.setdefault(name, wanted) != wanted:
+                return None
+        for part, axes in self.parts:
+            size = part.value(values)
+            if not isinstance(size, int) or size % mesh.extent(axes):
+                return None
+        return values
+
+    def bytes(self, memory: str, sizes: Sequence[Mapping[str, int]]) -> Any:
+        """Return the bytes that one rank receives, an array with one number for each assignment of sizes."""
+        at = self._arrays(memory, sizes)
+        return sum((one.value(at) * one.count for one in self.costs[memory].received), np.zeros(len(sizes)))
+
+    def peak_memory(self, memory: str, sizes: Sequence[Mapping[str, int]]) -> Any:
+        """Return the most bytes that one rank holds, an array with one number for each assignment of sizes."""
+        return self.costs[memory].peak_memory(self._arrays(memory, sizes))
+
+    def _arrays(self, memory: str, sizes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+        names = {**self.costs[memory].values, **(sizes[0] if sizes else {})}
+        known = self.costs[memory].values
+        return {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in names}
+
+    def seconds(self, memory: str, mesh: Mesh, sizes: Mapping[str, int], hardware: Hardware) -> float:
+        """Return the predicted seconds of a step on a mesh, by `partir.timing`'s model."""
+        cost = self.costs[memory]
+        at = {**cost.values, **sizes}
+        now = 0.0
+        for stage, steps in self.steps[memory].items():
+            clock = Clock(hardware, mesh, stage, now)
+            for kind, name, number in steps:
+                if kind == "start":
+                    one = cost.received[number]
+                    clock.start(name, one.record.axis, one.record.op, int(one.value(at)), one.count)
+                elif kind == "wait":
+                    clock.wait(name)
+                else:
+                    work = cost.work[number]
+                    clock.compute(name, int(work.flops.value(at)), work.dtype, int(work.memory_value(at)), work.count)
+            now = clock.now
+        return now
+
+
+def pad_symbols(compiled: Compiled | Lowered) -> tuple[dict[int, str], dict[str, int], dict[tuple[int, int], str]]:
+    """Return the symbols of a compilation's padded sizes: by the key of the padded sub-dim; their values; by (size, padded size)."""
+    keys, values, names = dict[int, str](), dict[str, int](), dict[tuple[int, int], str]()
+    for node in compiled.annotated.graph.nodes:
+        for dims, pads in zip(node.meta.get("subdims", ()), node.meta.get("result_pads", ())):
+            for subdims, present in zip(dims, pads):
+                for pad in present:
+                    name = names.setdefault((pad.size, pad.padded), f"n{pad.size}_{pad.padded}")
+                    values[name] = pad.padded
+                    keys |= {subdim.key: name for subdim in _padded_one(subdims, pad)}
+    return keys, values, names
+
+
+def _padded_one(subdims: Sequence[SubDim], pad: Pad) -> list[SubDim]:
+    """Return the sub-dim of a dim that a pad belongs to: the one with the pad's block behind it."""
+    behind = 1
+    for subdim in reversed(subdims):
+        if behind == pad.block and subdim.size == pad.padded:
+            return [subdim]
+        behind *= subdim.size
+    return []
+
+
+def parts_of(lowered: GraphModule, symbols: Mapping[int, str], mesh: Mesh) -> frozenset[tuple[Monomial, tuple[str, ...]]]:
+    """Return every size that a layout of a lowered graph splits, with the axes that must divide it."""
+    found: set[tuple[Monomial, tuple[str, ...]]] = set()
+    for node in lowered.graph.nodes:
+        layout, sizes = node.meta.get("layout"), node.meta.get("subdims", ())
+        layouts = (layout,) if isinstance(layout, Layout) else tuple(layout or ())
+        for number, one in enumerate(layouts):
+            found |= set(_split_parts(one, sizes[number] if number < len(sizes) else None, symbols, mesh))
+    return frozenset(found)
+
+
+def _split_parts(layout: Layout, sizes: Sizes | None, symbols: Mapping[int, str], mesh: Mesh) -> list[tuple[Monomial, tuple[str, ...]]]:
+    found: list[tuple[Monomial, tuple[str, ...]]] = []
+    for number, dim in enumerate(layout.dims):
+        subdims = list(sizes[number]) if sizes is not None and number < len(sizes) else []
+        local = Monomial()
+        for part in dim.parts:
+            size = _in_symbols(part.size, subdims, symbols)
+            if part.axes:
+                found.append((size, part.axes))
+            local = local * size.over(axis for axis in part.axes if mesh[axis] > 1)
+        found += _whole_dim(dim, local)
+    return found
+
+
+def _whole_dim(dim: Dim, local: Monomial) -> list[tuple[Monomial, tuple[str, ...]]]:
+    return [(local, dim.axes)] if dim.axes else []
+
+
+def _in_symbols(size: int, subdims: list[SubDim], symbols: Mapping[int, str]) -> Monomial:
+    """Return a part's size, taking the sub-dims that make it up from the front of ``subdims``."""
+    taken, total = 1, Monomial()
+    while subdims and taken < size:
+        subdim = subdims.pop(0)
+        taken *= subdim.size
+        total = total * (Monomial.of(1, [symbols[subdim.key]]) if subdim.key in symbols else Monomial.of(subdim.size))
+    return total if taken == size else Monomial.of(size)
+
+
+def steps_of(program: Program, cost: Cost) -> dict[Stage, list[Step]]:
+    """Return what a rank does in the order in which the runtime does it."""
+    received = {(one.record.stage, one.record.node): number for number, one in enumerate(cost.received)}
+    work = {(one.stage, one.node): number for number, one in enumerate(cost.work)}
+    stages: list[tuple[Stage, GraphModule | None]] = [("forward", program.forward), ("backward", program.backward)]
+    found: dict[Stage, list[Step]] = {}
+    for stage, module in stages:
+        if module is not None:
+            steps = [_step(stage, node, program.mesh, received, work) for node in as_run(module, program.mesh)]
+            found[stage] = [step for step in steps if step is not None]
+    return found
+
+
+def _step(
+    stage: Stage, node: Node, mesh: Mesh, received: Mapping[tuple[str, str], int], work: Mapping[tuple[str, str], int]
+) -> Step | None:
+    message = node.meta.get("message")
+    if message == "wait":
+        return "wait", node.all_input_nodes[0].name, 0
+    if message == "start":
+        assert message_of(node, mesh)[1], f"{collective_name(node)} moves nothing"
+        return "start", node.name, received[(stage, node.name)]
+    return ("compute", node.name, work[(stage, node.name)]) if is_work(node) else None
