@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -174,11 +175,29 @@ class Plan:
         """
         return report(self, fold)
 
-    def dot(self) -> Digraph:
-        """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it."""
+    def dot(self, fold: bool = True) -> Digraph:
+        """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it.
+
+        Args:
+            fold: draw repeated layers once.
+        """
         from partir.draw import draw
 
-        return draw(self)
+        return draw(self, fold)
+
+    def draw(self, path: str | Path, fold: bool = True) -> None:
+        """Write a drawing of what moves, by the suffix of its path.
+
+        Args:
+            path: .svg, .png and .pdf need the program `dot`; .dot and .gv (text) and .html (a page to explore) need none.
+            fold: draw repeated layers once.
+
+        Raises:
+            PartirError: another suffix, a path that cannot be written, or no program `dot`.
+        """
+        from partir.draw import save
+
+        save(self, path, fold)
 
     def __str__(self) -> str:
         return self.report()
