@@ -17,7 +17,6 @@ from urllib.parse import quote
 import pytest
 import torch
 
-import partir
 from partir.blocks import shard
 from partir.draw import picture_of, webpage
 from partir.draw.ranks import layout_record, runs
