@@ -189,6 +189,7 @@ class Plan:
             HardwareError: there is no such profile, it is no profile, or it lacks a dtype of the model.
         """
         return step_seconds(self.program, hardware)
+
     def cost(self, symbols: Mapping[str, tuple[str, int]] | None = None) -> Cost:
         """Return what one rank receives, computes and holds in a step, as expressions in the sizes of axes, batch and sequence.
 
@@ -202,11 +203,29 @@ class Plan:
 
         return cost_of(self.compiled, self.collectives, symbols)
 
-    def dot(self) -> Digraph:
-        """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it."""
+    def dot(self, fold: bool = True) -> Digraph:
+        """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it.
+
+        Args:
+            fold: draw repeated layers once.
+        """
         from partir.draw import draw
 
-        return draw(self)
+        return draw(self, fold)
+
+    def draw(self, path: str | Path, fold: bool = True) -> None:
+        """Write a drawing of what moves, by the suffix of its path.
+
+        Args:
+            path: .svg, .png and .pdf need the program `dot`; .dot and .gv (text) and .html (a page to explore) need none.
+            fold: draw repeated layers once.
+
+        Raises:
+            PartirError: another suffix, a path that cannot be written, or no program `dot`.
+        """
+        from partir.draw import save
+
+        save(self, path, fold)
 
     def __str__(self) -> str:
         return self.report()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import partir
-from partir import draw, plans, records
+from partir import plans, records
 from partir.errors import LayoutError, PartirError
 from partir.layout import Layout
 from partir.passes import name_values
@@ -387,7 +387,7 @@ def test_a_plan_of_another_program_is_found_out() -> None:
     assert {key[1:]: number for key, number in found.items() if key[0] == 0} == planned(fast) != planned(low)
 
 
-@pytest.mark.parametrize("module", [plans, records, draw, name_values], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [plans, records, name_values], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -1,0 +1,95 @@
+"""Write when each node of a step runs as Chrome trace events, which https://ui.perfetto.dev opens: a row for compute and one an axis.
+
+    compute   [layer_norm][linear      ][gelu]
+    x         [all_gather    ]
+    z                      [reduce_scatter]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from partir.draw.write import write_atomically
+from partir.errors import PartirError
+from partir.mesh import AXES
+
+COMPUTE = "compute"
+RANK = 0  # the process that the trace shows: one rank stands for all
+
+
+@dataclass(frozen=True)
+class Event:
+    """One node of a program in time.
+
+    Args:
+        name: the node's name, ``reduce_scatter_4``.
+        stage: ``"forward"`` or ``"backward"``.
+        row: ``"compute"``, or the mesh axes whose links it keeps busy, ``"z"`` or ``"x.z"``.
+        start: seconds from the beginning of the step.
+        seconds: how long it takes.
+        facts: what else is known of it: layout, bytes, reason, source line.
+    """
+
+    name: str
+    stage: str
+    row: str
+    start: float
+    seconds: float
+    facts: Mapping[str, str | int | float] = field(default_factory=dict[str, "str | int | float"])
+
+
+def timeline_events(events: Iterable[Event], path: str | Path, title: str = "one rank") -> None:
+    """Write events as a trace file.
+
+    Args:
+        events: in any order.
+        path: where, by custom ``trace.json``.
+        title: what Perfetto calls the rows together.
+
+    Raises:
+        PartirError: an event without a time, or a path that cannot be written.
+    """
+    listed = list(events)
+    for event in listed:
+        _check(event)
+    rows = _rows(listed)
+    trace = {"displayTimeUnit": "ns", "traceEvents": [*_names(rows, title), *(_trace_event(event, rows) for event in _in_order(listed))]}
+    write_atomically(Path(path), (json.dumps(trace, indent=1) + "\n").encode())
+
+
+def _check(event: Event) -> None:
+    for what, seconds in (("start", event.start), ("seconds", event.seconds)):
+        if not math.isfinite(seconds) or seconds < 0:
+            raise PartirError(f"timeline: {event.stage} {event.name} has {what} {seconds}; a time is finite and not negative.")
+
+
+def _in_order(events: Sequence[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.start)
+
+
+def _rows(events: Sequence[Event]) -> dict[str, int]:
+    """Return a number for each row: compute first, then the axes in the mesh's order, those of several axes last."""
+    order = [COMPUTE, *AXES]
+    found = sorted({event.row for event in events}, key=lambda row: (order.index(row) if row in order else len(order), row))
+    return {row: number for number, row in enumerate(found, 1)}
+
+
+def _names(rows: Mapping[str, int], title: str) -> list[dict[str, Any]]:
+    named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": RANK, "args": {"name": title}}]
+    for row, number in rows.items():
+        shown = row if row == COMPUTE else f"links along {row}"
+        named.append({"name": "thread_name", "ph": "M", "pid": RANK, "tid": number, "args": {"name": shown}})
+        named.append({"name": "thread_sort_index", "ph": "M", "pid": RANK, "tid": number, "args": {"sort_index": number}})
+    return named
+
+
+def _trace_event(event: Event, rows: Mapping[str, int]) -> dict[str, Any]:
+    """Return a complete event; Chrome's format counts microseconds."""
+    times = {"ts": event.start * 1e6, "dur": event.seconds * 1e6}
+    facts = {"stage": event.stage, **event.facts}
+    return {"name": event.name, "cat": event.stage, "ph": "X", "pid": RANK, "tid": rows[event.row], **times, "args": facts}
