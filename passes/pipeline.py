@@ -99,6 +99,18 @@ def compile_traced(
     timings: Mapping[str, float] | None = None,
 ) -> Compiled:
     """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
+    with rules.using(options.rules):
+        return _compile(traced, mesh, options, parameter_layouts, input_layouts, timings)
+
+
+def _compile(
+    traced: Traced,
+    mesh: Mesh,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout] | None,
+    input_layouts: Mapping[str, Layout] | None,
+    timings: Mapping[str, float] | None,
+) -> Compiled:
     run = _Run(mesh, dict(timings or {}))
     training = torch.is_grad_enabled()
     run.texts["traced"] = graph_text(traced.graph_module)
