@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from partir import rules as rule_files
 from partir.errors import PartirError
 from partir.mesh import Mesh
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
@@ -32,6 +34,7 @@ def parallelize(
     outputs: str = "auto",
     check_inputs: str = "first",
     pin: Mapping[str, str] | None = None,
+    rules: str | Path | Iterable[str | Path] | None = None,
     rng: str = "exact",
     timeout: float | None = None,
 ) -> Model:
@@ -51,12 +54,14 @@ def parallelize(
             and gradients are recorded.
         check_inputs: compare the inputs' contents between ranks at the "first" call of a signature, "always" or "never".
         pin: layouts by name pattern, `{"blocks.*.fc1.weight": "f[out@y.x, in@z]"}`.
+        rules: paths of rule files; in this model their rules come before those of `partir.rules.add` and the built-in ones.
         rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
             drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
 
     Raises:
         MeshError: the mesh does not exist, or the world size is neither 1 nor its size.
+        RuleError: a rule file is no text, or says what cannot be.
         PartirError: the module is already parallelized, or anything that compiling it finds.
         RankError: ranks differ in model or options.
     """
@@ -67,7 +72,8 @@ def parallelize(
             f"{type(model).__name__} has a forward set on the instance, which would hide the compiled one; set it on the class."
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
-    options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit)
+    files = rule_files.read(rules)
+    options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
     compiler = Compiler(pipeline.compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(Mesh.parse(mesh), options, original, compiler)
@@ -75,8 +81,19 @@ def parallelize(
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))
     if example_inputs is not None or example_kwargs is not None:
-        state.prepare(model, _arguments(example_inputs), dict(example_kwargs or {}))
+        _prepare(model, state, _arguments(example_inputs), dict(example_kwargs or {}))
     return model
+
+
+def _prepare(model: nn.Module, state: Parallelized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compile for the example; a refusal leaves a simulated module as it was. A rank's parameters are DTensors by then."""
+    try:
+        state.prepare(model, args, kwargs)
+    except Exception:
+        if state.session(model) is None:
+            model.__class__ = state.original
+            del model.__dict__["_partir"]
+        raise
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

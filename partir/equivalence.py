@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -66,6 +67,7 @@ def verify(
     memory: str = "low",
     vectors: str = "balanced",
     pin: Mapping[str, str] | None = None,
+    rules: str | Path | Iterable[str | Path] | None = None,
 ) -> Report:
     """Run a copy of a module on one device and on a simulated mesh, in float64, and compare them.
 
@@ -77,6 +79,7 @@ def verify(
         mesh: as ``partir.parallelize`` takes it.
         example_inputs: a tensor or a tuple of arguments.
         example_kwargs: keyword arguments.
+        memory, vectors, pin, rules: as for `partir.parallelize`.
         tolerance: largest relative difference allowed; 1e-5 where the model itself computes in float32.
 
     Raises:
@@ -85,7 +88,7 @@ def verify(
     _refuse_meta(model)
     given = tuple(cast("list[Any]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     call = (given, dict(example_kwargs or {}))
-    options = {"memory": memory, "vectors": vectors, "pin": pin, "outputs": "whole"}
+    options = {"memory": memory, "vectors": vectors, "pin": pin, "rules": rules, "outputs": "whole"}
     parallel = parallelize(_double(model), mesh, **cast(Any, options))
     ours = _run(parallel, call)
     random = any(slot.kind == "seed" for program in parallelized(parallel).programs() for slot in program.inputs)

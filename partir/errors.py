@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -47,6 +48,21 @@ class UnknownNameError(PartirError, KeyError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)
+
+
+class OutOfRangeError(PartirError, IndexError, RuntimeError):
+    """An index that its dim does not have, as a token id beyond the vocabulary.
+
+    It is what one device raises, too: torch has an IndexError for an embedding or a loss, a RuntimeError for a gather or a scatter.
+    """
+
+
+_OUT_OF_RANGE = re.compile(r"\bout of (\w+ )?(range|bounds)\b")  # torch has no class for what a gather or a scatter raises
+
+
+def is_out_of_range(error: Exception) -> bool:
+    """Say whether an op failed because an index lies beyond its dim."""
+    return isinstance(error, IndexError) or (isinstance(error, RuntimeError) and _OUT_OF_RANGE.search(str(error)) is not None)
 
 
 def source_line(meta: Mapping[str, Any]) -> str:

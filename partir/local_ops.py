@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partir.collectives import split_axes
+from partir.errors import OutOfRangeError
 from partir.layout import Dim, Layout
 from partir.mesh import Mesh, current_mesh
 from partir.pads import Pad, natural_index, natural_size, zero_pads
@@ -24,7 +25,7 @@ PadNumbers = tuple[tuple[tuple[int, int, int], ...], ...]
 def check_index(index: Tensor, size: int) -> Tensor:
     """Return a copy of `index`, having checked `0 <= index < size`.
 
-    On CPU a bad index is an IndexError. Elsewhere the device asserts, as aten's own lookups do, so
+    On CPU a bad index is an OutOfRangeError. Elsewhere the device asserts, as aten's own lookups do, so
     that nothing waits for the device.
     """
     if index.numel() == 0:
@@ -33,7 +34,7 @@ def check_index(index: Tensor, size: int) -> Tensor:
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= size:
             bad = low if low < 0 else high
-            raise IndexError(f"index {bad} is out of range: a dim of size {size} has indices 0 to {size - 1}.")
+            raise OutOfRangeError(f"index {bad} is out of range: a dim of size {size} has indices 0 to {size - 1}.")
     else:
         cast(Any, torch)._assert_async(
             ((index >= 0) & (index < size)).all(), f"index is out of range of a dim of size {size}"

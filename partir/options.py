@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from partir.errors import PartirError
+from partir.rules.source import Source
 
 LEGAL = {
     "memory": ("low", "fast"),
@@ -30,6 +31,7 @@ class Options:
         rng: ``"exact"``: the same random numbers on every mesh; ``"fast"``: each block has a generator of its own.
         timeout: the longest wait for another rank.
         placement: name of the placement file.
+        rules: the user's rule files, as they were read.
 
     Raises:
         PartirError: a value that is none of the legal ones.
@@ -43,6 +45,7 @@ class Options:
     rng: str = "exact"
     timeout: timedelta | None = None
     placement: str = "placement_3d"
+    rules: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
         for name, values in LEGAL.items():

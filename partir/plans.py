@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from partir import rules as rule_files
 from partir.errors import PartirError, UnknownNameError, module_path
 from partir.hardware import Hardware
 from partir.layout import Layout
@@ -50,6 +51,7 @@ def plan(
     vectors: str = "balanced",
     outputs: str = "auto",
     pin: Mapping[str, str] | None = None,
+    rules: str | Path | Iterable[str | Path] | None = None,
 ) -> Plan:
     """Compile a model for a mesh and return what every rank would hold and receive. Nothing runs.
 
@@ -60,7 +62,7 @@ def plan(
         mesh: as for `parallelize`; no process needs to exist.
         example_inputs: a tensor or a tuple of arguments; only shapes, dtypes and Python values matter.
         example_kwargs: keyword arguments of the example.
-        memory, vectors, outputs, pin: as for `parallelize`.
+        memory, vectors, outputs, pin, rules: as for `parallelize`.
 
     Raises:
         PartirError: anything that compiling finds: an op without a rule, sizes that axes do not divide, a pin that
@@ -71,7 +73,7 @@ def plan(
     >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
     f32[32@y.x, 16@z] 272
     """
-    options = Options(memory, vectors, outputs, pin=dict(pin or {}))
+    options = Options(memory, vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
         compiled = pipeline.compile_program(model, _arguments(example_inputs), dict(example_kwargs or {}), Mesh.parse(mesh), options)
         return Plan(type(model).__name__, options, compiled, _aliases(model))

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from partir.errors import PartirError
 from partir.layout import Layout
 from partir.local_ops import PadNumbers
 from partir.random_numbers import BITS, Numbers, numbers_of
@@ -111,9 +112,11 @@ def random_integers_between(low: int, high: int, size: Any, *, numbers: Numbers)
     return _integers(low, high, numbers)
 
 
-@_draws(aten.randint_like.low_dtype)
-def random_integers_like(x: Any, low: int, high: int, *, numbers: Numbers) -> Tensor:
+@_draws(aten.randint_like.low_dtype, getattr(aten.random, "from"))
+def random_integers_like(x: Any, low: int, high: int | None, *, numbers: Numbers) -> Tensor:
     """Draw integers in [low, high)."""
+    if high is None:
+        raise PartirError(f"x.random_({low}, None) draws from every integer; give it an upper bound.")
     return _integers(low, high, numbers)
 
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from partir.errors import TraceError
 from partir.passes.autograd_functions import call_as_op, give_rules
-from partir.passes.hidden_paths import no_nested_tensors
+from partir.passes.hidden_paths import OWN_GENERATOR, fill_with_integers, no_nested_tensors, no_seeding
 from partir.passes.structure import Structure, flatten
 from partir.passes.user_lines import DATA_DEPENDENT, fail, refuse
 
@@ -116,7 +116,7 @@ class _Wrapper(nn.Module):
 
 
 class _Guard(TorchFunctionMode):
-    """Refuse tensor hooks, values that depend on data, and tensors with a gradient that are no parameters.
+    """Refuse tensor hooks, values that depend on data, generators, and tensors with a gradient that are no parameters.
 
     A parameter that forward reaches by another way than its module, through a Python list, is replaced by its fake.
     """
@@ -143,7 +143,9 @@ class _Guard(TorchFunctionMode):
                 "Set hooks on modules or parameters outside forward."
             )
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
-        result = func(*args, **kwargs)
+        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
+            fail(OWN_GENERATOR.format(name=name))
+        result = func(*args, **kwargs) if name != "random_" else fill_with_integers(*args, **kwargs)
         if _depends_on_data(result):
             fail(DATA_DEPENDENT.format(what=f"`{name}` makes a value or a shape that depends on data"))
         return result
@@ -164,6 +166,7 @@ def _contexts(model: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[Abst
     yield _functions_as_ops()
     yield _every_frame()
     yield no_nested_tensors()
+    yield no_seeding()
     # A graph made in inference mode could not be differentiated; the grad mode itself is the user's.
     yield torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     yield cast("AbstractContextManager[Any]", stateless._reparametrize_module(model, state))  # pyright: ignore[reportPrivateUsage]

@@ -1,16 +1,21 @@
-"""Refuse what torch's own modules compute otherwise when they are not traced, so that a trace would be another function."""
+"""Refuse what torch computes otherwise when it is not traced, so that a trace would be another function; or rewrite it."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 from torch import nn
 
 from partir.passes.user_lines import fail
+
+OWN_GENERATOR = (
+    "`{name}` draws from a torch.Generator, a sequential stream that no mesh can share. Leave `generator=` out: the numbers then "
+    "follow from torch.manual_seed, the same on every mesh. Or draw outside of forward and pass the numbers in."
+)
 
 
 @contextmanager
@@ -35,3 +40,22 @@ def _may_run_nested(encoder: Any, src: torch.Tensor) -> bool:
     tensors = [src, *encoder.parameters()]
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return bool(encoder.use_nested_tensor and not encoder.training and torch.backends.mha.get_fastpath_enabled() and not differentiable)
+
+
+@contextmanager
+def no_seeding() -> Generator[None]:
+    """Refuse `torch.manual_seed` inside forward: a trace would seed once, and every later call draw other numbers than one device."""
+
+    def manual_seed(seed: Any) -> NoReturn:
+        fail("torch.manual_seed inside forward: a graph holds no seeding. Seed before the model is called.")
+
+    with mock.patch.object(torch, "manual_seed", manual_seed), mock.patch.object(torch.random, "manual_seed", manual_seed):
+        yield
+
+
+def fill_with_integers(x: torch.Tensor, *bounds: int | None, **named: int | None) -> torch.Tensor:
+    """Run ``x.random_(...)``; with two bounds as a copy of other draws, as export cannot write the argument called ``from``."""
+    low, high = (*bounds, named.get("from"), named.get("to"))[:2] if "from" not in named else (named["from"], named.get("to"))
+    if low is None or high is None:
+        return x.random_(*bounds, **named)  # pyright: ignore[reportArgumentType]
+    return x.copy_(torch.randint_like(x, low, high))

@@ -100,7 +100,8 @@ def compile_traced(
     timings: Mapping[str, float] | None = None,
 ) -> Compiled:
     """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
-    return derive(lower(traced, mesh, options, parameter_layouts, input_layouts, timings), options.memory)
+    with rules.using(options.rules):
+        return derive(lower(traced, mesh, options, parameter_layouts, input_layouts, timings), options.memory)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from partir.blocks import is_owner, shard
-from partir.errors import PartirError, RankError
+from partir.errors import OutOfRangeError, PartirError, RankError, is_out_of_range
 from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.bind_collectives import bind_collectives
@@ -105,6 +105,8 @@ class DistributedProgram:
             raise
         except Exception as error:
             self.transport.failures.report(f"raised {type(error).__name__} in the {stage}: {error}")
+            if is_out_of_range(error) and not isinstance(error, PartirError):
+                raise OutOfRangeError(str(error)) from error
             raise
 
     def _local_tangents(self, grads: Sequence[Tensor | None]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from partir.collectives import Backend, use_backend
-from partir.errors import PartirError, source_line
+from partir.errors import OutOfRangeError, PartirError, is_out_of_range, source_line
 from partir.mesh import Mesh, use_mesh
 from partir.runtime.lockstep_collectives import Column, bind_collective
 
@@ -82,15 +82,21 @@ class LockstepGraph:
         for step in self._steps:
             try:
                 registers[step.register] = step.run([cast(Column, registers[read]) for read in step.reads])
-            except (PartirError, IndexError):  # an id beyond the vocabulary is the same error as on one device
-                raise
             except Exception as error:
-                raise PartirError(
-                    f"{source_line(step.node.meta)}: %{step.node.name} ({step.node.target}) failed on the ranks' blocks: {error}"
-                ) from error
+                raise _located(error, step.node) from error
             for register in step.frees:
                 registers[register] = None
         return [None if register is None else registers[register] for register in self._results]
+
+
+def _located(error: Exception, node: Node) -> Exception:
+    """Return an error with the user's line in front; an index beyond its dim is the same kind of error as on one device."""
+    where = source_line(node.meta)
+    if is_out_of_range(error):
+        return OutOfRangeError(f"{where}: {error}")
+    if isinstance(error, PartirError):
+        return error
+    return PartirError(f"{where}: %{node.name} ({node.target}) failed on the ranks' blocks: {error}")
 
 
 def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partir
@@ -116,6 +118,40 @@ def test_token_ids_beyond_the_vocabulary() -> None:
     model(torch.zeros(8, 4, dtype=torch.int64))
     with pytest.raises(IndexError, match="out of range"):
         model(torch.full((8, 4), 24))
+
+
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "embedding": lambda w, i: F.embedding(i, w),
+    "cross entropy": lambda w, i: F.cross_entropy(w.T, i),
+    "nll": lambda w, i: F.nll_loss(w.T.log_softmax(-1), i),
+    "gather": lambda w, i: w.gather(0, i.unsqueeze(1)),
+    "index_select": lambda w, i: w.index_select(0, i),
+    "index": lambda w, i: w[i],
+    "scatter": lambda w, i: w.scatter(0, i.unsqueeze(1), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_an_index_beyond_its_dim_is_the_error_of_one_device(name: str) -> None:
+    """Whether the dim is split or whole, and where the index lies in a pad."""
+
+    class Lookup(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(size, 8))
+
+        def forward(self, index: Tensor) -> Tensor:
+            return LOOKUPS[name](self.weight * 2, index)
+
+    for size, mesh in [(24, (2, 1, 1)), (24, (1, 4, 1)), (37, (1, 4, 1))]:
+        model, bad = Lookup(size), torch.tensor([0, 1, 2, size, 4, 5, 6, 7])
+        with pytest.raises((IndexError, RuntimeError)) as expected:
+            model(bad)
+        partir.parallelize(model, mesh)
+        with pytest.raises(expected.type, match=r"test_bad_input\.py:\d+.*out of ") as caught:
+            model(bad)
+        assert isinstance(caught.value, PartirError) and isinstance(caught.value, IndexError)
+        model(bad.clamp(max=size - 1)).sum().backward()
 
 
 def test_inputs_without_values() -> None:

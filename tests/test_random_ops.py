@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import partir
 from examples.models.gpt import GPT, GPTConfig
-from partir.errors import PartirError, RuleError
+from partir.errors import PartirError, RuleError, TraceError
 from partir.module import parallelized
 
 SHAPE = (4, 8, 6, 24)
@@ -50,7 +50,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "randn_like": lambda x: x * torch.randn_like(x),
     "randint": lambda x: x * torch.randint(5, SHAPE) + torch.randint(-3, 5, SHAPE),
     "randint_like": lambda x: x * torch.randint_like(x, 5) + torch.randint_like(x, -3, 5),
-    "random_": lambda x: x * torch.empty_like(x).random_(7),
+    "random_": lambda x: x * torch.empty_like(x).random_(7) + torch.empty_like(x).random_(-3, 5),
     "uniform_": lambda x: x * torch.empty_like(x).uniform_(-1, 3),
     "normal_": lambda x: x * torch.empty_like(x).normal_(1, std=3),
     "normal": lambda x: x * torch.normal(0.5, 2.0, SHAPE) + torch.normal(x, 2.0) + torch.normal(1.0, x.exp()) + torch.normal(x, x.exp()),
@@ -189,6 +189,30 @@ def test_arguments_that_cannot_be_drawn(call: Callable[[Tensor], Tensor], messag
         partir.parallelize(Draws(call), (1, 1, 1), x)
     with partir.same_randomness(0), pytest.raises((PartirError, ValueError, RuntimeError), match=message):
         Draws(call)(x)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda x, g: x * torch.rand(8, 8, generator=g), "`rand` draws from a torch.Generator"),
+        (lambda x, g: x * torch.empty(8, 8).normal_(generator=g), "`normal_` draws from a torch.Generator"),
+        (lambda x, g: x * torch.empty(8, 8).random_(0, 4, generator=g), "`random_` draws from a torch.Generator"),
+        (lambda x, g: x * torch.manual_seed(3).initial_seed(), "torch.manual_seed inside forward"),
+    ],
+)
+def test_streams_of_numbers_are_refused_with_the_users_line(draw: Callable[[Tensor, torch.Generator], Tensor], message: str) -> None:
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return draw(x, self.generator)
+
+    before = torch.get_rng_state()
+    with pytest.raises(TraceError, match=r"test_random_ops\.py:\d+: .*" + message):
+        partir.parallelize(Stream(), (2, 1, 1), torch.ones(8, 8))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_drawn_outside_of_modules_or_from_a_generator_stays() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import partir
 from partir import rules
 from partir.errors import LayoutError, RuleError, VerifyError
-from partir.rules.registry import builtin
+from partir.rules.registry import builtin, find_in
 from tests.random_programs import Program, Step, programs
 
 Drawn = tuple[Program, Tensor, tuple[int, int, int], dict[str, str]]
@@ -43,10 +43,10 @@ def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a cumulative sum that claims to be free is not what one device computes."""
     wrong = rules.parse_rules("op aten.cumsum(x[...], dim, dtype?) -> y[...]\n    linear x\n")
     monkeypatch.setitem(builtin(), "aten.cumsum", wrong["aten.cumsum"])
-    rules.find.cache_clear()
+    find_in.cache_clear()
     try:
         program = Program([Step("linear", nn.functional.linear, (0,), ((8, 8),)), Step("cumsum", lambda x: x.cumsum(0), (1,))])
         with pytest.raises(VerifyError, match="differs from one device's"):
             check((program, torch.randn(8, 8, dtype=torch.float64), (2, 1, 1), {}))
     finally:
-        rules.find.cache_clear()
+        find_in.cache_clear()

@@ -6,7 +6,7 @@
 from partir.rules.binding import Binding, Body, MatrixProduct
 from partir.rules.placement import Placement, VectorRest, parse_placement, placement
 from partir.rules.recipe import Backend, run_body
-from partir.rules.registry import add, builtin, find, forget, load, parse_rules, rule
+from partir.rules.registry import add, builtin, find, forget, load, parse_rules, read, rule, using
 from partir.rules.rule import Rule
 
 __all__ = [
@@ -25,6 +25,8 @@ __all__ = [
     "parse_placement",
     "parse_rules",
     "placement",
+    "read",
     "rule",
     "run_body",
+    "using",
 ]

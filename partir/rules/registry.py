@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,30 +19,64 @@ from partir.rules.functions import as_op
 from partir.rules.ops import is_overload, is_packet, overloads, qualified_name
 from partir.rules.parser import parse
 from partir.rules.rule import Rule
+from partir.rules.source import Source
 from partir.rules.transform import Entry
 
 Op = TypeVar("Op")
 RuleTable = dict[str, Rule]
+Files = tuple[Source, ...]
 
 _user_rules: RuleTable = {}
+_files: ContextVar[Files] = ContextVar("rule files of this compilation", default=())
 
 
 def load(path: str | Path) -> RuleTable:
     """Return the rules of one file by op name, each checked against the schema of its op.
 
     Raises:
-        RuleError: syntax (with file, line, column and a caret), unknown names, an op that does not exist or differs.
+        RuleError: no text, syntax (with file, line, column and a caret), unknown names, an op that does not exist or differs.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    return _rules(text, str(path))
+    file = Source.read(path)
+    return _rules(file.text, file.path)
 
 
 def add(path: str | Path) -> RuleTable:
     """Load a file of the user's own rules and use them from now on; they come before the built-in ones."""
     rules = load(path)
     _user_rules.update(rules)
-    find.cache_clear()
+    find_in.cache_clear()
     return rules
+
+
+def read(paths: str | Path | Iterable[str | Path] | None) -> Files:
+    """Return the text of rule files, which `using` puts before all other rules; a file named twice counts once.
+
+    Raises:
+        RuleError: as `load`, or two files have a rule for one op.
+    """
+    several = () if paths is None else (paths,) if isinstance(paths, (str, Path)) else paths
+    files = {Path(path).resolve(): Source.read(path) for path in several}
+    table(found := tuple(files.values()))
+    return found
+
+
+@cache
+def table(files: Files) -> RuleTable:
+    """Return the rules of some files by op name."""
+    rules: RuleTable = {}
+    for file in files:
+        _add_apart(rules, _rules(file.text, file.path))
+    return rules
+
+
+@contextmanager
+def using(files: Files) -> Generator[None]:
+    """Let the rules of files come before all others inside a `with`: while one model is compiled."""
+    token = _files.set(files)
+    try:
+        yield
+    finally:
+        _files.reset(token)
 
 
 def user_rules() -> RuleTable:
@@ -60,27 +96,36 @@ def builtin() -> RuleTable:
     for file in sorted(resources.files("partir.rules").iterdir(), key=lambda item: item.name):
         if not file.name.endswith(".rules") or file.name.startswith("placement"):
             continue
-        found = _rules(file.read_text(encoding="utf-8"), file.name, missing_ok=True)
-        for name in found.keys() & rules.keys():
-            raise RuleError(f"{found[name].where}: {name} already has a rule at {rules[name].where}")
-        rules |= found
+        _add_apart(rules, _rules(file.read_text(encoding="utf-8"), file.name, missing_ok=True))
     return rules
 
 
-@cache
+def _add_apart(rules: RuleTable, found: RuleTable) -> None:
+    for name in sorted(found.keys() & rules.keys()):
+        raise RuleError(f"{found[name].where}: {name} already has a rule at {rules[name].where}")
+    rules |= found
+
+
 def find(target: Any) -> Rule | None:
     """Return the rule of an op (`torch.ops.aten.linear.default`), or None.
 
-    The user's rules come first, then this overload's, then those of all its overloads, then the pointwise tag.
+    The rules of the files in use come first, then the user's, then the built-in ones: this overload's, then those of all its overloads;
+    then the pointwise tag.
     """
+    return find_in(target, _files.get())
+
+
+@cache
+def find_in(target: Any, files: Files) -> Rule | None:
+    """Return the rule of an op where the rules of some files come first; see `find`."""
     if not is_overload(target):
         return None
     schema = target._schema
     exact = qualified_name(schema)
     base = exact.rpartition(".")[0]
-    for table in (_user_rules, builtin()):
+    for rules in (table(files), _user_rules, builtin()):
         for name in (exact, base):
-            rule_found = table.get(name)
+            rule_found = rules.get(name)
             if rule_found is not None and (name != base or any(misfit(form, schema) is None for form in rule_found.forms)):
                 return Rule(exact, rule_found.forms, rule_found.where, schema)
     return pointwise(target) if torch.Tag.pointwise in target.tags else None
@@ -129,7 +174,7 @@ def rule(text: str) -> Callable[[Op], Op]:
         if reason is not None:
             raise RuleError(f"{name}: {reason}")
         _user_rules[name] = Rule(name, (form,), "<partir.rule>", schema)
-        find.cache_clear()
+        find_in.cache_clear()
         return made
 
     return register
@@ -138,7 +183,7 @@ def rule(text: str) -> Callable[[Op], Op]:
 def forget(name: str) -> None:
     """Take a user's rule out again."""
     _user_rules.pop(name, None)
-    find.cache_clear()
+    find_in.cache_clear()
 
 
 def overload_of(op: Any) -> Any:

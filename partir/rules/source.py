@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from partir.errors import RuleError
@@ -14,6 +15,20 @@ class Source:
 
     path: str
     text: str
+
+    @classmethod
+    def read(cls, path: str | Path) -> Source:
+        """Return the text of a file.
+
+        Raises:
+            RuleError: the file cannot be read, or is not UTF-8 text.
+        """
+        try:
+            return cls(str(path), Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise RuleError(f"{path}: not text: byte {error.start} is no UTF-8; a rule file is plain text.") from None
+        except OSError as error:
+            raise RuleError(f"{path}: {error.strerror}; a rule file is given by its path.") from None
 
     def at(self, line: int) -> str:
         """``file:line``."""

@@ -15,7 +15,7 @@ from tests.real_models.case import Case, Run, runs, worst_difference
 
 HEAD = """# Models that work
 
-Written by `python -m tests.real_models.table > docs/models.md` (transformers and timm installed; about 20 minutes of one core).
+Written by `python -m tests.real_models.table > docs/models.md` (about 20 minutes of one core).
 
 Each model, in a small random configuration, called as people call it (keywords, `labels=`, the default cache), runs on one device and
 on simulated meshes with `partir.verify`: the number is the largest relative difference of the loss, all outputs, every parameter's
