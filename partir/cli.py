@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from partir.commands import mesh, plan
 from partir.errors import PartirError
 from partir.rules import load
 from partir.rules.check import BLOCKS, Report, check_rules
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partir", description="A declarative graph compiler and auto-partitioner for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan.add_commands(commands)
+    mesh.add_commands(commands)
     _add_check_rules(commands.add_parser("check-rules", help="prove the rules of a file by trial", description=_check_rules.__doc__))
     return parser
 

@@ -24,6 +24,7 @@ from partir import rules as rule_files
 from partir.errors import PartirError, UnknownNameError, module_path
 from partir.hardware import Hardware
 from partir.layout import Layout
+from partir.limit import Limit, limit_of
 from partir.mesh import Mesh
 from partir.module import ParallelModule, original_class
 from partir.options import Options
@@ -204,6 +205,10 @@ class Plan:
         from partir.cost import cost_of
 
         return cost_of(self.compiled, self.collectives, symbols)
+
+    def limit(self) -> Limit:
+        """Return how far each matrix product, and all of them, are from the least that any algorithm must move; see `partir.limit`."""
+        return limit_of(self.compiled, self.collectives)
 
     def dot(self, fold: bool = True) -> Digraph:
         """Return a drawing of what moves: `plan.dot().source` is graphviz text, `.save(path)` writes it.

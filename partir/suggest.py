@@ -83,11 +83,15 @@ class Suggestions(Sequence[Suggestion]):
         return len(self.ranked)
 
     def __str__(self) -> str:
-        rows = [("mesh", "memory=", "seconds", "received", "held"), *(_cells(one) for one in self.ranked[:20])]
+        return self.text()
+
+    def text(self, top: int = 20) -> str:
+        """Return the best as a table, and the first that were rejected."""
+        rows = [("mesh", "memory=", "seconds", "received", "held"), *(_cells(one) for one in self.ranked[:top])]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-        more = [f"{len(self.ranked) - 20} more"] if len(self.ranked) > 20 else []
-        refused = [f"rejected {'x'.join(map(str, one.mesh))} {one.mode}: {one.why}" for one in self.rejected[:5]]
+        more = [f"{len(self.ranked) - top} more"] if len(self.ranked) > top else []
+        refused = [f"rejected {one.mesh} {one.mode}: {one.why}" for one in self.rejected[:5]]
         refused += [f"{len(self.rejected) - 5} more rejected"] if len(self.rejected) > 5 else []
         return "\n".join([f"best by {self.by}", *lines, *more, *refused]) + "\n"
 
