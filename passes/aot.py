@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -32,6 +33,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partir.errors import PartirError, VerifyError, source_line
 
 ORIGIN = "partir"
+CHECK = torch.ops.aten._linalg_check_errors.default  # raises where a matrix is singular, and returns nothing
+torch.fx.has_side_effect(CHECK)
 
 
 class _Tracer(Interpreter):
@@ -81,7 +84,7 @@ def export_joint(
             return joint, tuple(requires_grad)
     export = cast("Callable[..., GraphModule]", aot_export_joint_simple)
     patch = cast("Callable[..., AbstractContextManager[None]]", torch._functorch.config.patch)  # pyright: ignore
-    with patch(debug_assert=False), torch.enable_grad():
+    with patch(debug_assert=False), _without_tokens(), torch.enable_grad():
         joint = export(flat, tuple(arguments), trace_joint=training)
     takes = tuple(training and needs for needs in requires_grad)
     tangents = [node for node in joint.graph.find_nodes(op="placeholder") if str(node.target).startswith("tangents")]
@@ -126,6 +129,12 @@ def _trace_once(
     return traced
 
 
+def _without_tokens() -> AbstractContextManager[Any]:
+    """Keep AOTAutograd from giving a check a token, one more argument and result, to hold it in place: the partition does."""
+    holder: Any = cast(Any, torch)._library.simple_registry.singleton.find(CHECK.name()).effect
+    return mock.patch.object(holder, "_effect", None)
+
+
 def _writes(node: Node) -> bool:
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
@@ -166,6 +175,11 @@ def origin(node: Node) -> str | None:
     """Return the name of the node of the traced graph that made ``node``, in the forward or the backward."""
     custom = cast("dict[str, Any]", node.meta.get("custom") or {})
     return custom.get(ORIGIN)
+
+
+def is_check(node: Node) -> bool:
+    """Return whether a node of a joint graph is a check that one device makes in its forward; nothing reads its result."""
+    return node.target is CHECK and not is_backward(node)
 
 
 def is_backward(node: Node) -> bool:

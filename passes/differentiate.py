@@ -181,7 +181,7 @@ def _replace(node: Node, by: Node) -> None:
 
 def _drop_unread(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not aot.is_check(node):
             graph.erase_node(node)
 
 

@@ -291,6 +291,7 @@ def test_a_gpt_with_dropout_trains_as_on_one_device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # six trainings
 def test_a_gpt_with_dropout_trains_as_on_one_device_for_50_steps() -> None:
     compare_training(MESHES, 50)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import partir
+from partir.errors import PartirError
 
 
 class SharedLayer(nn.Module):
@@ -111,3 +113,37 @@ class Weighted(nn.Module):
 def test_cross_entropy_with_class_weights() -> None:
     """The weights were looked up in a table of width 1, which no axis divides."""
     partir.verify(Weighted(), (2, 2, 2), (torch.randn(16, 8), torch.arange(16) % 8))
+
+
+def test_a_singular_matrix_is_an_error_as_on_one_device() -> None:
+    """Nothing reads the check of a factorisation, so that it was dropped, and what cannot be factorised came back as numbers."""
+
+    class Factorised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.eye(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.cholesky(x @ self.w)
+
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model = partir.parallelize(Factorised(), (3, 2, 1))
+            with pytest.raises(PartirError, match=r"test_regressions\.py:\d+.*not positive-definite"):
+                model(-torch.ones(6, 6))
+            assert torch.equal(model(4 * torch.eye(6)), 2 * torch.eye(6))
+
+
+def test_a_factorisation_beside_complex_numbers() -> None:
+    """Torch's second way to derive a backward gave the check of the factorisation a token: one result more, and all others shifted."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return torch.linalg.cholesky(y @ y.mT + 6 * torch.eye(6)), torch.fft.rfft(y, dim=1).abs()
+
+    assert partir.verify(Both(), (3, 2, 1), torch.randn(6, 6)).worst < 1e-10
