@@ -29,6 +29,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,examples]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps timm  # its torchvision: see tests/torchvision_stand_in.py
 	touch $@
 
 clean:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from tests.real_models.case import Built, Case, Sizes, images
+from tests.torchvision_stand_in import import_timm
 
 
 def timm(architecture: str, **more: Any) -> Any:
     """Return a builder of a model by timm's name; a callable option gets the sizes."""
 
     def build(s: Sizes, attention: str) -> Built:
-        package: Any = importlib.import_module("timm")
+        package: Any = import_timm()
         options = {key: value(s) if callable(value) else value for key, value in more.items()}
         return package.create_model(architecture, num_classes=s.classes, **options), (images(s),), {}
 
@@ -25,15 +25,15 @@ _MOBILE = [["ds_r1_k3_s1_e1_c8"], ["ir_r1_k3_s2_e4_c12_se0.25"]]
 
 def efficientnet(s: Sizes, attention: str) -> Built:
     """Build an EfficientNet of two stages: depthwise convolutions, squeeze and excite, batch norms."""
-    package: Any = importlib.import_module("timm.models.efficientnet")
-    builder: Any = importlib.import_module("timm.models._efficientnet_builder")
+    package: Any = import_timm("timm.models.efficientnet")
+    builder: Any = import_timm("timm.models._efficientnet_builder")
     model = package.EfficientNet(builder.decode_arch_def(_MOBILE), num_classes=s.classes, num_features=24, stem_size=8)
     return model, (images(s),), {}
 
 
 def mixer(s: Sizes, attention: str) -> Built:
     """Build an MLP-Mixer: products over the patches, and over the channels."""
-    package: Any = importlib.import_module("timm.models.mlp_mixer")
+    package: Any = import_timm("timm.models.mlp_mixer")
     model = package.MlpMixer(num_classes=s.classes, img_size=s.image, patch_size=4, num_blocks=1, embed_dim=s.hidden)
     return model, (images(s),), {}
 
