@@ -25,6 +25,7 @@ from partir.subdims import Sizes
 
 Numels = tuple[Monomial | None, ...]
 CONTRACTIONS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "dot", "mv", "einsum", "convolution", "convolution_backward")
+RESHAPING = ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "clone", "flatten", "unflatten")
 SHRINKING = {"all_gather": 1, "all_gather_same": 1, "reduce_scatter": -1}
 
 
@@ -49,9 +50,9 @@ class ProgramSizes:
         self._by_name: dict[str, Numels] = {}
         for graph in graphs:
             self._name_known(graph)
-            for _ in range(2):
-                self._pass_on(graph.graph.nodes)
+            for _ in range(2):  # back first: what a collective reads is certain, what an op passes on is read off its shapes
                 self._pass_back(reversed(graph.graph.nodes))
+                self._pass_on(graph.graph.nodes)
             self._name_by_origin(graph)
             self._pass_on(graph.graph.nodes)
             self._pass_back(reversed(graph.graph.nodes))
@@ -119,7 +120,7 @@ class ProgramSizes:
         reads = [read for read in node.all_input_nodes if self._known(read) is not None]
         found: list[Monomial | None] = []
         for value in _tensors(node):
-            like = next((r for r in reads if value.numel() > 1 and r.meta["val"].numel() == value.numel()), None)
+            like = next((r for r in reads if value.numel() > 1 and _is_like(node, r.meta["val"], value)), None)
             found.append(self._known(like) if like is not None else Monomial.of(1) if value.numel() == 1 else None)
         self._set(node, tuple(found))
 
@@ -146,7 +147,7 @@ class ProgramSizes:
                 self._through(node, [node], operands(node)[0] if operands(node) else node, -1)
             elif _name(node) not in CONTRACTIONS:
                 for read in node.all_input_nodes:
-                    if _numel(read) == _numel(node) and _numel(node) > 1:
+                    if _numel(node) > 1 and len(_tensors(read)) == 1 and _is_like(node, _tensors(read)[0], _tensors(node)[0]):
                         self._set(read, (self._known(node),))
 
     def _bucket(self, node: Node) -> None:
@@ -219,6 +220,11 @@ def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
 def _numel(node: Node) -> int:
     tensors = _tensors(node)
     return tensors[0].numel() if len(tensors) == 1 else -1
+
+
+def _is_like(node: Node, read: torch.Tensor, made: torch.Tensor) -> bool:
+    """Return whether what a node makes is as large as what it reads: the same shape, or another shape of the same elements."""
+    return read.shape == made.shape or (_name(node) in RESHAPING and read.numel() == made.numel())
 
 
 def _name(node: Node) -> str:
