@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from partir.errors import PartirError
-from partir.mesh import Mesh
+from partir.follow_plan import requested
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
-from partir.passes import pipeline
 from partir.passes.trace import flatten_inputs, input_names
+from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
+
+if TYPE_CHECKING:
+    from partir.plans import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def parallelize(
     model: Model,
-    mesh: Any,
+    mesh: Any = None,
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -34,6 +38,7 @@ def parallelize(
     pin: Mapping[str, str] | None = None,
     rng: str = "exact",
     timeout: float | None = None,
+    plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
 ) -> Model:
     """Run a module on a mesh of ranks, with the loss and gradients that it has on one device.
 
@@ -54,9 +59,11 @@ def parallelize(
         rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
             drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
+        plan: a plan, or the path of a saved and perhaps edited one: mesh, memory, vectors, outputs, rng and layouts are its own.
 
     Raises:
         MeshError: the mesh does not exist, or the world size is neither 1 nor its size.
+        PlanError: the plan is no plan, is of another model, or contradicts what else is given.
         PartirError: the module is already parallelized, or anything that compiling it finds.
         RankError: ranks differ in model or options.
     """
@@ -67,16 +74,28 @@ def parallelize(
             f"{type(model).__name__} has a forward set on the instance, which would hide the compiled one; set it on the class."
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
-    options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit)
-    compiler = Compiler(pipeline.compile_program, flatten_inputs, input_names)
+    given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit)
+    ranks, options, compile_program = requested(model, mesh, plan, given)
+    compiler = Compiler(compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))
-    state = Parallelized(Mesh.parse(mesh), options, original, compiler)
+    state = Parallelized(ranks, options, original, compiler)
     _distribute(model, state)
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))
     if example_inputs is not None or example_kwargs is not None:
-        state.prepare(model, _arguments(example_inputs), dict(example_kwargs or {}))
+        _prepare(model, state, _arguments(example_inputs), dict(example_kwargs or {}))
     return model
+
+
+def _prepare(model: nn.Module, state: Parallelized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Compile for an example; a refused module is what it was, but for a rank's parameters, which are DTensors already."""
+    try:
+        state.prepare(model, args, kwargs)
+    except PartirError:
+        if state.session(model) is None:
+            model.__class__ = state.original
+            del model.__dict__["_partir"]
+        raise
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

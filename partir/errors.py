@@ -38,6 +38,10 @@ class VerifyError(PartirError):
     """A graph or a result that fails its check."""
 
 
+class PlanError(PartirError):
+    """A plan file that cannot be read or written, is of another model, or was edited into nonsense."""
+
+
 class UnknownNameError(PartirError, KeyError):
     """A name that nothing has; the message has the closest names."""
 
