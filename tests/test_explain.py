@@ -27,9 +27,8 @@ first used at planned.py:LINE
 why: its first use, linear, reads it as f64[64@y, 16@z] ~x; split further along x
 read by
   linear  as f64[64@y, 16@z] ~x
-moves 3,072 bytes to each rank
+moves 2,048 bytes to each rank
   forward   all_gather      x  1,024  fc1.weight for linear
-  backward  all_gather      x  1,024  fc1.weight for linear, again
   backward  reduce_scatter  x  1,024  gradient of fc1.weight
 gradient: f64[64@y.x, 16@z]
 blocks, by rank
@@ -46,9 +45,9 @@ blocks, by rank
 
 
 def test_a_parameter_is_explained() -> None:
-    found = planned().explain("fc1.weight").replace("backward  all_gather      x  1,024  fc1.weight for linear, again\n", "AGAIN\n")
-    wanted = FC1.replace("backward  all_gather      x  1,024  fc1.weight for linear, again\n", "AGAIN\n")
-    assert re.sub(r"planned\.py:\d+", "planned.py:LINE", found) == wanted
+    plan = planned()
+    assert re.sub(r"planned\.py:\d+", "planned.py:LINE", plan.explain("fc1.weight")) == FC1
+    assert [c.bytes for c in plan.collectives if "fc1.weight" in c.reason] == [1024, 1024]
 
 
 def test_a_value_is_explained_by_its_own_name_and_by_its_module() -> None:
@@ -60,7 +59,7 @@ def test_a_value_is_explained_by_its_own_name_and_by_its_module() -> None:
     assert re.search(r"^computed by aten\.linear at planned\.py:\d+ \(fc1\)$", text, re.MULTILINE)
     assert "\nread by\n  gelu  as f64[8@x.z, 64@y]\n" in text
     moved = re.findall(r"^  (forward|backward) +(\w+) +z +([\d,]+)  (?:result|gradient) of linear$", text, re.MULTILINE)
-    assert moved == [("forward", "reduce_scatter", "1,024"), ("backward", "all_gather", "1,024")]
+    assert moved == [("forward", "reduce_scatter", "512"), ("backward", "all_gather", "512")]
     assert "\nwhy: blocks stay where linear has them\n" in plan.explain("gelu")
 
 
@@ -142,8 +141,9 @@ def test_a_diagonal_says_which_ranks_hold_nothing() -> None:
 
 def test_an_unknown_name_has_the_closest() -> None:
     for each in (planned(), planned().document):
-        with pytest.raises(UnknownNameError, match="no parameter, input, value or output is called 'fc1.wait'. Closest: fc1.weight, ") as error:
+        with pytest.raises(UnknownNameError) as error:
             each.explain("fc1.wait")
+        assert str(error.value).startswith("no parameter, input, value or output is called 'fc1.wait'. Closest: fc1.weight, ")
         assert isinstance(error.value, PartirError)
 
 
@@ -154,11 +154,11 @@ def test_the_summary_has_parameters_totals_and_the_costliest() -> None:
     assert text.startswith("GPT on mesh (x=2, y=2, z=2), 8 ranks\nmemory=low  vectors=balanced  outputs=auto\nparameters: ")
     assert len(lines) <= 50 and max(map(len, lines)) <= 120 and text.isascii()
     assert re.search(r"^    \.mlp\.fc1\.weight +f64\[192@y\.x, 48@z\] +jil +x +9,216$", text, re.MULTILINE)
-    axes = [axis for axis in re.findall(r"\S+", next(line for line in lines if line.startswith("bytes received by each rank")))[5:]]
+    axes = next(line for line in lines if line.startswith("bytes received by each rank")).split()[5:]
     for op in {c.op for c in plan.collectives}:
         row = re.findall(rf"^  {op} +(.*)$", text, re.MULTILINE)[0].split()
-        assert row == [f"{plan.bytes(op=op, axis=None if axis == 'all' else axis):,}".replace("0", "0") if plan.bytes(
-            op=op, axis=None if axis == "all" else axis) else "-" for axis in axes]
+        moved = [plan.bytes(op=op, axis=None if axis == "all" else axis) for axis in axes]
+        assert row == [f"{number:,}" if number else "-" for number in moved]
     assert re.search(rf"^  all \({len(plan.collectives)} collectives\) .* {plan.bytes():,}$", text, re.MULTILINE)
     worst = max(c.bytes for c in plan.collectives)
     shown = text.partition("\ncostliest")[2]

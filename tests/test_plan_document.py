@@ -120,7 +120,7 @@ EDITS = {
     "value": set_layout("linear", "f64[8@y, 64@x.z]"),
     "input": set_layout("x", "f64[8@x.y, 16@z] nograd"),
     "fast": set_option("memory", "fast"),
-    "pin": set_option("pin", {"fc2.w*": "f[out, in@x.y.z]"}),
+    "pin": set_option("pin", {"fc2.w*": "f[out@y, in@x.z]"}),
 }
 
 
