@@ -50,7 +50,7 @@ def fraction(part: int, whole: int) -> str:
 
 
 def _parameters(document: PlanDocument) -> list[str]:
-    """Return a row a parameter, layers that are alike once."""
+    """Return a row a parameter, layers that are alike once; a layer like no other under its full names."""
     by_layer: dict[str, list[PlannedTensor]] = {}
     for number, tensor in enumerate(document.of("parameter")):
         by_layer.setdefault(tensor.layer or f"#{number}", []).append(tensor)
@@ -58,7 +58,7 @@ def _parameters(document: PlanDocument) -> list[str]:
     rows: list[tuple[str, ...]] = [("parameters", "at rest", "block", "gathered along", "bytes a rank")]
     shown = 0
     for layers, members in groups:
-        layered = not layers[0].startswith("#")
+        layered = len(layers) > 1 and not layers[0].startswith("#")
         if shown >= MOST_PARAMETERS:
             break
         rows += [(layers_text(layers),)] * layered

@@ -346,7 +346,7 @@ def test_a_plan_with_a_mesh_or_options_that_contradict_it(tmp_path: Path) -> Non
     message = "memory='fast' is given with a plan that has memory='low'. Leave it out, or edit the plan's options."
     with pytest.raises(PlanError, match=re.escape(message)):
         partir.parallelize(model, memory="fast", plan=path)
-    with pytest.raises(MeshError, match=re.escape("no mesh is given: give mesh=(x, y, z), or plan=, which has one.")):
+    with pytest.raises(MeshError, match=re.escape("mesh None is not understood: give (x, y, z), (data, x, y, z), or plan=, which has")):
         partir.parallelize(model)
     with pytest.raises(PartirError, match="a plan is a partir.Plan, a partir.PlanDocument or the path of a saved one, not int."):
         partir.parallelize(model, plan=3)  # pyright: ignore[reportArgumentType]
