@@ -153,7 +153,7 @@ def test_the_summary_has_parameters_totals_and_the_costliest() -> None:
     lines = text.splitlines()
     assert text.startswith("GPT on mesh (x=2, y=2, z=2), 8 ranks\nmemory=low  vectors=balanced  outputs=auto\nparameters: ")
     assert len(lines) <= 50 and max(map(len, lines)) <= 120 and text.isascii()
-    assert re.search(r"^    \.mlp\.fc1\.weight +f64\[192@y\.x, 48@z\] +jil +x +9,216$", text, re.MULTILINE)
+    assert re.search(r"^  blocks\.0\.mlp\.fc1\.weight +f64\[192@y\.x, 48@z\] +jil +x +9,216$", text, re.MULTILINE)
     axes = next(line for line in lines if line.startswith("bytes received by each rank")).split()[5:]
     for op in {c.op for c in plan.collectives}:
         row = re.findall(rf"^  {op} +(.*)$", text, re.MULTILINE)[0].split()
