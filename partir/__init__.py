@@ -9,6 +9,8 @@ from partir.equivalence import verify
 from partir.errors import PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.plan_difference import PlanDifference
+from partir.plan_document import PlanDocument
 from partir.plans import Plan, plan
 from partir.rules import rule
 from partir.rules.check import check_rules
@@ -20,6 +22,8 @@ __all__ = [
     "Mesh",
     "PartirError",
     "Plan",
+    "PlanDifference",
+    "PlanDocument",
     "check_rules",
     "full_gradient",
     "full_state_dict",

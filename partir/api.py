@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,19 +14,22 @@ from torch.distributed.tensor import DTensor
 
 from partir import rules as rule_files
 from partir.errors import PartirError
-from partir.mesh import Mesh
+from partir.follow_plan import requested
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
-from partir.passes import pipeline
 from partir.passes.trace import flatten_inputs, input_names
+from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
+
+if TYPE_CHECKING:
+    from partir.plans import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def parallelize(
     model: Model,
-    mesh: Any,
+    mesh: Any = None,
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -37,6 +41,7 @@ def parallelize(
     rules: str | Path | Iterable[str | Path] | None = None,
     rng: str = "exact",
     timeout: float | None = None,
+    plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
 ) -> Model:
     """Run a module on a mesh of ranks, with the loss and gradients that it has on one device.
 
@@ -58,10 +63,12 @@ def parallelize(
         rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
             drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
+        plan: a plan, or the path of a saved and perhaps edited one: mesh, memory, vectors, outputs, rng and layouts are its own.
 
     Raises:
         MeshError: the mesh does not exist, or the world size is neither 1 nor its size.
         RuleError: a rule file is no text, or says what cannot be.
+        PlanError: the plan is no plan, is of another model, or contradicts what else is given.
         PartirError: the module is already parallelized, or anything that compiling it finds.
         RankError: ranks differ in model or options.
     """
@@ -73,10 +80,11 @@ def parallelize(
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
     files = rule_files.read(rules)
-    options = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
-    compiler = Compiler(pipeline.compile_program, flatten_inputs, input_names)
+    given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
+    ranks, options, compile_program = requested(model, mesh, plan, given)
+    compiler = Compiler(compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))
-    state = Parallelized(Mesh.parse(mesh), options, original, compiler)
+    state = Parallelized(ranks, options, original, compiler)
     _distribute(model, state)
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))

@@ -43,6 +43,10 @@ class HardwareError(PartirError):
     """A hardware profile that cannot be read, or that lacks what is asked of it."""
 
 
+class PlanError(PartirError):
+    """A plan file that cannot be read or written, is of another model, or was edited into nonsense."""
+
+
 class UnknownNameError(PartirError, KeyError):
     """A name that nothing has; the message has the closest names."""
 

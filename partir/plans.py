@@ -1,7 +1,9 @@
 """Plan a model on a mesh: what every tensor's layout is, and what moves, without a process group and without weights.
 
 plan = partir.plan(model, mesh=(4, 4, 4), example_inputs=ids)
-print(plan)                                # parameters, values, collectives, totals
+print(plan)                                # a screen: parameters, totals, the costliest collectives
+print(plan.report())                       # every value and collective
+print(plan.explain("blocks.0.mlp.fc1"))    # one tensor: its blocks, its readers, what moves for it, and why
 plan.bytes(stage="forward", axis="z")      # bytes that one rank receives
 plan.layouts["blocks.0.mlp.fc1.weight"]    # Layout.parse("f32[3072@y.x, 768@z]")
 print(plan.text("lowered"))                # one rank's graph with its collectives
@@ -11,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +25,7 @@ from torch import nn
 
 from partir import rules as rule_files
 from partir.errors import PartirError, UnknownNameError, module_path
+from partir.follow_plan import requested
 from partir.hardware import Hardware
 from partir.layout import Layout
 from partir.limit import Limit, limit_of
@@ -29,6 +33,9 @@ from partir.mesh import Mesh
 from partir.module import ParallelModule, original_class
 from partir.options import Options
 from partir.passes import pipeline
+from partir.passes.trace import flatten_inputs
+from partir.plan_document import PlanDocument
+from partir.plan_facts import call_digest, document_of, parameter_types
 from partir.program import Program
 from partir.records import Collective, collectives_of
 from partir.report import report
@@ -38,13 +45,14 @@ if TYPE_CHECKING:
     from graphviz import Digraph  # pyright: ignore[reportMissingTypeStubs]
 
     from partir.cost import Cost
+    from partir.plan_difference import PlanDifference
 
 STAGES = ("traced", "annotated", "lowered", "forward", "backward")
 
 
 def plan(
     model: nn.Module,
-    mesh: Any,
+    mesh: Any = None,
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -53,6 +61,7 @@ def plan(
     outputs: str = "auto",
     pin: Mapping[str, str] | None = None,
     rules: str | Path | Iterable[str | Path] | None = None,
+    plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Compile a model for a mesh and return what every rank would hold and receive. Nothing runs.
 
@@ -63,7 +72,7 @@ def plan(
         mesh: as for `parallelize`; no process needs to exist.
         example_inputs: a tensor or a tuple of arguments; only shapes, dtypes and Python values matter.
         example_kwargs: keyword arguments of the example.
-        memory, vectors, outputs, pin, rules: as for `parallelize`.
+        memory, vectors, outputs, pin, rules, plan: as for `parallelize`.
 
     Raises:
         PartirError: anything that compiling finds: an op without a rule, sizes that axes do not divide, a pin that
@@ -74,10 +83,14 @@ def plan(
     >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
     f32[32@y.x, 16@z] 272
     """
-    options = Options(memory, vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
+    given = Options(memory, vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
+    ranks, options, compile_program = requested(model, mesh, plan, given)
+    args, kwargs = _arguments(example_inputs), dict(example_kwargs or {})
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
-        compiled = pipeline.compile_program(model, _arguments(example_inputs), dict(example_kwargs or {}), Mesh.parse(mesh), options)
-        return Plan(type(model).__name__, options, compiled, _aliases(model))
+        compiled = compile_program(model, args, kwargs, ranks, options)
+        leaves, structure = flatten_inputs(args, kwargs)
+        call = call_digest(model, leaves, structure.text)
+        return Plan(type(model).__name__, options, compiled, _aliases(model), parameter_types(model), call)
 
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:
@@ -102,12 +115,16 @@ class Plan:
         options: what was asked for.
         compiled: the compiler's result.
         aliases: further names of tied parameters.
+        parameters: dtype and shape of each parameter, ``f32[64, 16]``, by name.
+        call: digest of all that the trace depended on.
     """
 
     model: str
     options: Options
     compiled: pipeline.Compiled
     aliases: Mapping[str, str]
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    call: str = ""
 
     @property
     def program(self) -> Program:
@@ -175,7 +192,7 @@ class Plan:
         return self.program.texts[stage] or f"# no {stage}: nothing has a gradient\n"
 
     def report(self, fold: bool = True) -> str:
-        """Return what `print` shows.
+        """Return every layout, collective and total as text; `print` shows what fits a screen.
 
         Args:
             fold: say "as blocks.0" of a repeated layer whose rows differ in nothing but numbers of names.
@@ -234,8 +251,45 @@ class Plan:
 
         save(self, path, fold)
 
+    @cached_property
+    def document(self) -> PlanDocument:
+        """The plan as plain values, without graphs."""
+        return document_of(self)
+
+    def explain(self, name: str) -> str:
+        """Return what happens to one tensor, and why: its blocks, its readers, what moves for it, its gradient.
+
+        Args:
+            name: of a parameter, input, value or output, or of a module with one value.
+
+        Raises:
+            UnknownNameError: nothing is called so.
+        """
+        return self.document.explain(name)
+
+    def diff(self, other: Plan | PlanDocument | str | os.PathLike[str]) -> PlanDifference:
+        """Return how another plan differs, a document or a file too: settings, layouts, bytes. `print` it; false if nothing does."""
+        return self.document.diff(other)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all: the same plan gives the same bytes.
+
+        Raises:
+            PlanError: the path cannot be written.
+        """
+        self.document.save(path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> PlanDocument:
+        """Read a saved plan, edited or not; `parallelize(model, plan=...)` follows it.
+
+        Raises:
+            PlanError: the file cannot be read, is no plan, or has a field that means nothing; names the line.
+        """
+        return PlanDocument.load(path)
+
     def __str__(self) -> str:
-        return self.report()
+        return str(self.document)
 
     def __repr__(self) -> str:
         return f"<Plan of {self.model} on {self.mesh}: {len(self.collectives)} collectives, {self.bytes():,} bytes a rank>"

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows: layouts, collectives and totals, plain ASCII, the same text for every run."""
+"""What `plan.report()` shows: every layout, collectives and totals, plain ASCII, the same text for every run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _title(plan: Plan) -> str:
         f"{plan.model} on mesh {plan.mesh}, {plan.mesh.size} ranks",
         f"memory={options.memory}  vectors={options.vectors}  outputs={options.outputs}",
         f"parameters: {whole:,} bytes in {len(parameters)} tensors, {held:,} on each rank ({_fraction(held, whole)})",
-        f"saved for the backward: {_saved_bytes(plan):,} bytes on each rank, besides inputs and parameters",
+        f"saved for the backward: {saved_bytes(plan):,} bytes on each rank, besides inputs and parameters",
         f"received by each rank in one step: {plan.bytes():,} bytes, forward {plan.bytes('forward'):,}, "
         f"backward {plan.bytes('backward'):,}",
     ]
@@ -72,7 +72,8 @@ def _local_bytes(slot: Slot, plan: Plan) -> int:
     return torch.Size(slot.local_shape(plan.mesh)).numel() * slot.dtype.itemsize
 
 
-def _saved_bytes(plan: Plan) -> int:
+def saved_bytes(plan: Plan) -> int:
+    """Return the bytes that each rank keeps for the backward, besides inputs and parameters."""
     results = cast("tuple[Any, ...]", plan.program.forward.graph.output_node().args[0])[plan.program.num_outputs :]
     saved = dict.fromkeys(node for node in results if isinstance(node, Node) and node.op != "placeholder")
     values = [cast(torch.Tensor, node.meta["val"]) for node in saved]

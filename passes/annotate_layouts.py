@@ -10,7 +10,7 @@ Only choices are made here; insert_collectives realises them.
 
 Requires: factorise_dims.
 Ensures: ``meta["layout"]`` (at rest), ``["operands"]``, ``["computed"]``, and for products ``["state"]`` and ``["direction"]``;
-    ``["notes"]``, what could not be split and why.
+    ``["notes"]``, what could not be split and why; ``["why"]``, what decided the layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from partir.passes.place_parameters import check_vectors, note_of_copies, parame
 from partir.relayout import relayout
 from partir.rules.placement import Placement
 
-Candidate = tuple[str | None, dict[SubFactor, tuple[str, ...]]]
+Candidate = tuple[str | None, dict[SubFactor, tuple[str, ...]], str]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a call, and what it costs."""
+    """One way to run a call, what it costs, and what proposed it."""
 
     state: str | None
     assignment: Assignment
@@ -62,6 +62,7 @@ class Choice:
     computed: tuple[Layout, ...]
     rest: tuple[Layout, ...]
     bytes: float
+    why: str
 
 
 def annotate_layouts(
@@ -106,17 +107,18 @@ class _Annotator:
         node.meta["grad"] = grad
         node.meta["from_inputs"] = node.name in self.given.inputs
         if fixed is not None:
-            node.meta["layout"] = fixed
+            node.meta["layout"], node.meta["why"] = fixed, "given"
         elif node.name in self.given.parameters:
             node.meta["layout"] = None
         else:
-            node.meta["layout"] = Layout.whole(node.meta["val"], grad)
+            node.meta["layout"], node.meta["why"] = Layout.whole(node.meta["val"], grad), "every rank is given it whole"
 
     def getitem(self, node: Node) -> None:
         source, index = cast(Node, node.args[0]), cast(int, node.args[1])
         node.meta["grad"] = source.meta["grads"][index]
         node.meta["from_inputs"] = source.meta["from_inputs"]
         node.meta["layout"] = None if source.meta["layout"] is None else source.meta["layout"][index]
+        node.meta["why"] = f"result {index} of {source.name}"
 
     def call(self, node: Node) -> None:
         read = operands(node)
@@ -129,12 +131,15 @@ class _Annotator:
             return
         for operand in read:
             if self._must_be_decided_first(node, operand):
-                self.decide(operand, None)
+                self.decide(operand, None, f"nothing else decides how {node.name} runs")
         choice = self._choose(node)
-        for operand, layout in zip(read, choice.operands):
-            if operand.meta["layout"] is None:
-                self.decide(operand, layout)
+        self._decide_operands(node, choice)
         self._record(node, choice)
+
+    def _decide_operands(self, node: Node, choice: Choice) -> None:
+        for operand, layout in zip(operands(node), choice.operands):
+            if operand.meta["layout"] is None:
+                self.decide(operand, layout, f"its first use, {node.name}, reads it as {layout.strip(self.mesh)}")
 
     def _must_be_decided_first(self, node: Node, operand: Node) -> bool:
         """A value made of parameters alone takes the layout its use wants; where nothing else decides, it decides."""
@@ -142,34 +147,34 @@ class _Annotator:
             return False
         return all(other.meta["layout"] is None for other in operands(node)) and operand is operands(node)[0]
 
-    def decide(self, node: Node, wanted: Layout | None) -> None:
-        """Lay out a value that depends on parameters alone as its first use wants it."""
+    def decide(self, node: Node, wanted: Layout | None, why: str) -> None:
+        """Lay out a value that depends on parameters alone as its first use wants it; ``why`` says which."""
         if wanted is None:
             wanted = Layout.whole(results_of(node)[0], node.meta["grad"])
         if node.op == "placeholder":
             node.meta["layout"] = self._at_rest(node, wanted)
+            more = [axis for axis in node.meta["layout"].strip(self.mesh).split_axes if axis not in wanted.split_axes]
+            node.meta["why"] = why + (f"; split further along {', '.join(more)}" if more else "")
             node.meta["notes"] = note_of_copies(self.given.parameters.get(node.name, node.name), node.meta["layout"], self.mesh)
             return
         if is_getitem(node):
-            self._decide_result(cast(Node, node.args[0]), cast(int, node.args[1]), wanted)
+            self._decide_result(cast(Node, node.args[0]), cast(int, node.args[1]), wanted, why)
             node.meta["layout"] = layouts_of(cast(Node, node.args[0]))[cast(int, node.args[1])]
             return
-        self._decide_result(node, 0, wanted)
+        self._decide_result(node, 0, wanted, why)
 
     def _at_rest(self, node: Node, wanted: Layout) -> Layout:
         return parameter_layout(wanted, node.meta["grad"], self.mesh, self.placement, self.vectors)
 
-    def _decide_result(self, node: Node, index: int, wanted: Layout) -> None:
+    def _decide_result(self, node: Node, index: int, wanted: Layout, why: str) -> None:
         if node.meta["layout"] is not None:
             return
         call = Call.of(node, node.meta["grad"])
         flipped = replace(call, binding=replace(call.binding, operands=call.binding.results), inputs=call.outputs)
         assignment = project(flipped, index, wanted, self.mesh)
         present = [operand.meta["layout"] for operand in operands(node)]
-        choice = self._evaluate(node, call, (None, assignment), present)
-        for operand, layout in zip(operands(node), choice.operands):
-            if operand.meta["layout"] is None:
-                self.decide(operand, layout)
+        choice = self._evaluate(node, call, (None, assignment, why), present)
+        self._decide_operands(node, choice)
         self._record(node, choice)
 
     def _choose(self, node: Node) -> Choice:
@@ -197,9 +202,12 @@ class _Annotator:
             merged = projections[first]
             for other in order:
                 merged = merge(merged, projections[other])
-            yield None, merged
+            yield None, merged, f"blocks stay where {_split_operands(node)[first].name} has them"
         first = first_split(call, self.placement, self.mesh) if node.meta["grad"] and node.meta["from_inputs"] else {}
-        yield None, first if not projections else {}
+        if projections:
+            yield None, {}, "it runs whole on every rank"
+        else:
+            yield None, first, "no operand is split" + (": it splits as the input of a first product" if first else "")
 
     def _lawful(self, node: Node, call: Call, present: Sequence[Layout | None]) -> Iterator[Candidate]:
         product = call.binding.product
@@ -211,16 +219,16 @@ class _Annotator:
             for letter in ("k", "n", "m"):
                 axes = tuple(axis for axis in law[letter] if axis in self.mesh.names)
                 place_axes(call, groups[letter], axes, assignment, self.mesh)
-            yield state, assignment
+            yield state, assignment, f"the law in state {state}"
 
     def _evaluate(self, node: Node, call: Call, candidate: Candidate, present: Sequence[Layout | None]) -> Choice:
-        state, assignment = candidate
+        state, assignment, why = candidate
         wanted = operand_layouts(call, assignment, present, self.mesh)
         computed = result_layouts(call, assignment, wanted, node.meta["grads"], self.mesh)
         rest = tuple(self._rest(call, state, assignment, layout, index) for index, layout in enumerate(computed))
         total = sum(self._operand_bytes(operand, layout) for operand, layout in zip(operands(node), wanted))
         total += sum(relayout(before, after, self.mesh).bytes for before, after in zip(computed, rest))
-        return Choice(state, assignment, wanted, computed, rest, total)
+        return Choice(state, assignment, wanted, computed, rest, total, why)
 
     def _operand_bytes(self, operand: Node, wanted: Layout) -> float:
         present = operand.meta["layout"]
@@ -244,6 +252,7 @@ class _Annotator:
         node.meta["assignment"] = choice.assignment
         node.meta["direction"] = choice.rest[0].direction if choice.rest else None
         node.meta["notes"] = self._notes(node, choice)
+        node.meta["why"] = choice.why
 
     def _notes(self, node: Node, choice: Choice) -> tuple[str, ...]:
         """Say what is padded, and of a product along which axes every rank does the same work."""
@@ -260,10 +269,14 @@ class _Annotator:
         """A parameter that nothing uses rests as if used whole."""
         for placeholder in [n for n in node.graph.nodes if n.op == "placeholder"]:
             if placeholder.meta["layout"] is None:
-                self.decide(placeholder, None)
+                self.decide(placeholder, None, "nothing computes with it")
         for value in node.all_input_nodes:
             if value.meta["layout"] is None:
-                self.decide(value, None)
+                self.decide(value, None, "it leaves the program as it is")
+
+
+def _split_operands(node: Node) -> list[Node]:
+    return [operand for operand in operands(node) if operand.meta["layout"] is not None and operand.meta["layout"].split_axes]
 
 
 def _pin(choice: Choice, pinned: Layout) -> Choice:

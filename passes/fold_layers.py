@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -103,9 +104,9 @@ class _Stack:
         shapes = [(tuple(result.shape), result.dtype) for result in results_of(node)]
         if node.op == "placeholder":
             return "parameter", self.parameters[node], shapes
-        return str(node.target), _plain((node.args, node.kwargs), lambda read: self._name(read, prefix, number)), shapes
+        return str(node.target), _plain((node.args, node.kwargs), partial(self._name, prefix, number)), shapes
 
-    def _name(self, read: Node, prefix: str, number: int) -> Any:
+    def _name(self, prefix: str, number: int, read: Node) -> Any:
         place = self.place.get(read)
         if place is None or place[0] != prefix:
             return "outside", read.name
@@ -171,7 +172,7 @@ def _name_in_layer(slot: InputSlot, layer: str) -> str:
     if slot.value is None:
         return slot.name.removeprefix(layer)
     known = slot.value.numel() <= SMALL and not slot.value.is_meta
-    return f"constant {slot.value.tolist()}" if known else slot.name
+    return f"constant {cast(Any, slot.value).tolist()}" if known else slot.name
 
 
 def _layer(path: str) -> tuple[str, int] | None:

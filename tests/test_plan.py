@@ -71,7 +71,7 @@ def test_the_diagonal_counts_the_rank_that_receives_most() -> None:
         by_rank = [found.get((rank, stage, op, axis), 0) for rank in range(8)]
         assert max(by_rank) == number
         assert op in ROOTED or min(by_rank) == number
-    assert "other ranks receive less" in str(plan)
+    assert "other ranks receive less" in plan.report() and "other ranks receive less" in str(plan)
     assert "other ranks receive less" not in str(mlp_plan())
 
 
@@ -221,12 +221,12 @@ def section(text: str, title: str) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [meta_plan, lambda: partir.plan(Stack(), (2, 2, 2), torch.empty(8, 16))], ids=["gpt", "mlp"])
-def test_print_shows_every_row_or_says_what_it_folds(make: Any) -> None:
+def test_report_shows_every_row_or_says_what_it_folds(make: Any) -> None:
     plan = make()
     for stage in ("forward", "backward"):
         records = [c for c in plan.collectives if c.stage == stage]
         title = f"{stage}: {len(records)} collectives, {plan.bytes(stage):,} bytes received by each rank"
-        shown = section(str(plan), title)
+        shown = section(plan.report(), title)
         (line,) = [row for row in shown if " as blocks." in row]
         found = re.fullmatch(r"  ([\w., ]+): as (blocks\.\d) but for the numbers in names \((\d+) rows, ([\d,]+) bytes(?: each)?\)", line)
         assert found is not None, line
@@ -241,15 +241,16 @@ def test_print_shows_every_row_or_says_what_it_folds(make: Any) -> None:
 
 def test_a_layer_that_differs_is_not_folded() -> None:
     plan, pinned = (partir.plan(Stack(), (2, 2, 2), torch.empty(8, 16), pin=pin) for pin in (None, {"blocks.1.fc1.bias": "f[n@x.y.z]"}))
-    assert section(str(plan), "parameters, at rest")[-1] == "  blocks.1, blocks.2: as blocks.0 but for the numbers in names (4 rows each)"
-    shown = section(str(pinned), "parameters, at rest")
+    last = "  blocks.1, blocks.2: as blocks.0 but for the numbers in names (4 rows each)"
+    assert section(plan.report(), "parameters, at rest")[-1] == last
+    shown = section(pinned.report(), "parameters, at rest")
     assert shown[-1] == "  blocks.2: as blocks.0 but for the numbers in names (4 rows)"
     assert re.fullmatch(r"  blocks\.1\.fc1\.bias +f32\[64@x\.y\.z\] .*pinned by 'blocks\.1\.fc1\.bias'", shown[-4])
 
 
-def test_print_shows_totals_layouts_and_lines() -> None:
+def test_report_shows_totals_layouts_and_lines() -> None:
     plan = gpt_plan((2, 2, 2))
-    text = str(plan)
+    text = plan.report()
     assert text.startswith("GPT on mesh (x=2, y=2, z=2), 8 ranks\nmemory=low  vectors=balanced  outputs=auto\n")
     assert re.search(r"^  blocks\.0\.mlp\.fc1\.weight +f64\[192@y\.x, 48@z\] +jil +x +9,216$", text, re.MULTILINE)
     line = r"^  linear_2 +f64\[24@x\.z, 4, 192@y\] +ilj +z +y +aten\.linear +gpt\.py:\d+ \(blocks\.0\.mlp\.fc1\)$"
@@ -262,19 +263,19 @@ def test_print_shows_totals_layouts_and_lines() -> None:
         assert re.search(rf"^  {op} +{re.escape(axis)} +{forward:,} +{backward:,} +{both:,} +\d+$", totals, re.MULTILINE), (op, axis)
 
 
-def test_print_shows_what_an_output_costs() -> None:
+def test_report_shows_what_an_output_costs() -> None:
     whole, sharded = (mlp_plan(outputs=outputs) for outputs in ("whole", "sharded"))
     cost = whole.bytes() - sharded.bytes()
     assert cost == (8 * 16 - 2 * 8) * 8  # all of the output but the block that a rank has
-    assert re.search(rf"^  output\[0\] +f64\[8, 16\] +whole on every rank +{cost:,} +linear_1$", str(whole), re.MULTILINE)
-    assert re.search(r"^  output\[0\] +f64\[8@x\.y, 16@z\] +in blocks +0 +linear_1$", str(sharded), re.MULTILINE)
+    assert re.search(rf"^  output\[0\] +f64\[8, 16\] +whole on every rank +{cost:,} +linear_1$", whole.report(), re.MULTILINE)
+    assert re.search(r"^  output\[0\] +f64\[8@x\.y, 16@z\] +in blocks +0 +linear_1$", sharded.report(), re.MULTILINE)
 
 
-def test_notes_of_the_compiler_are_printed() -> None:
+def test_notes_of_the_compiler_are_reported() -> None:
     plan = mlp_plan()
     node = next(node for node in plan.compiled.annotated.graph.nodes if node.name == "linear")
     node.meta["notes"] = ("planned.py:36: linear runs whole along z",)
-    assert str(plan).endswith("\n\nnotes\n  planned.py:36: linear runs whole along z\n")
+    assert plan.report().endswith("\n\nnotes\n  planned.py:36: linear runs whole along z\n")
 
 
 def test_without_gradients_only_the_forward_is_planned() -> None:
@@ -282,7 +283,7 @@ def test_without_gradients_only_the_forward_is_planned() -> None:
         plan = mlp_plan()
     assert plan.bytes("backward") == 0 and plan.program.backward is None
     assert plan.text("backward") == "# no backward: nothing has a gradient\n"
-    assert "no backward: nothing has a gradient" in str(plan)
+    assert "no backward: nothing has a gradient" in plan.report()
 
 
 def test_plans_a_parallelized_module_and_leaves_it_so() -> None:
@@ -318,7 +319,7 @@ def test_a_pinned_layout_is_kept_and_gradients_stay_right(pin: dict[str, str]) -
     for name in named:
         layout = plan.layouts[name]
         assert layout.dims == Layout.parse(text, layout.shape, layout.dtype).dims
-        assert re.search(rf"^  {re.escape(name)} .* pinned by '{re.escape(pattern)}'$", str(plan), re.MULTILINE)
+        assert re.search(rf"^  {re.escape(name)} .* pinned by '{re.escape(pattern)}'$", plan.report(), re.MULTILINE)
     assert plan.text("lowered") != mlp_plan().text("lowered")
     wanted = gradients(model, lambda: model(x))
     found = gradients(model, lambda: run(plan.compiled, model, (x,))[0])

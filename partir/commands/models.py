@@ -99,10 +99,10 @@ def _checked(text: str, made: Any) -> Model:
     if not 2 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         raise PartirError(f"{text} returned {type(made).__name__}; expected (module, example inputs) or (module, inputs, keyword inputs).")
     inputs = cast("tuple[Any, ...]", tuple(parts[1]) if isinstance(parts[1], (tuple, list)) else (parts[1],))
-    kwargs = cast("Mapping[str, Any]", parts[2] if len(parts) == 3 else {})
-    if not isinstance(kwargs, Mapping):
-        raise PartirError(f"{text}: keyword inputs are a mapping of names, got {type(kwargs).__name__}.")
-    return Model(parts[0], inputs, kwargs)
+    kwargs = parts[2] if len(parts) == 3 else {}
+    if not isinstance(kwargs, dict):
+        raise PartirError(f"{text}: keyword inputs are a dict of names, got {type(kwargs).__name__}.")
+    return Model(parts[0], inputs, cast("dict[str, Any]", kwargs))
 
 
 def from_config(path: Path, batch: int, seq: int | None, dtype: str, device: str = "meta") -> Model:

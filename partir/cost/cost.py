@@ -118,8 +118,8 @@ class Cost:
         if unknown:
             known = ", ".join(f"{name}={value}" for name, value in self.values.items())
             raise PartirError(f"cost.value({', '.join(unknown)}=...): no such symbol; this plan's are {known}.")
-        at = {symbol(name): value for name, value in {**self.values, **sizes}.items()}
-        number = expression.subs(at)
+        at = [(symbol(name), value) for name, value in {**self.values, **sizes}.items()]
+        number: Any = cast(Any, expression).subs(at)
         return int(number) if number.is_Integer else float(number)  # pyright: ignore[reportReturnType]
 
     def __str__(self) -> str:
@@ -208,11 +208,12 @@ def _received(
 def _parameters(compiled: Compiled, sizes: ProgramSizes, counts: Mapping[str, int]) -> tuple[tuple[Monomial, bool], ...]:
     nodes = list(compiled.lowered.graph.find_nodes(op="placeholder"))
     pairs = zip(nodes, compiled.program.inputs, strict=True)
-    return tuple(
-        (sizes.numel(slot.layout, node.meta["subdims"][0]) * (slot.dtype.itemsize * counts.get(layer_of(slot.name), 1)), slot.differentiable)
-        for node, slot in pairs
-        if slot.kind in ("parameter", "buffer")
-    )
+    found: list[tuple[Monomial, bool]] = []
+    for node, slot in pairs:
+        if slot.kind in ("parameter", "buffer"):
+            held = sizes.numel(slot.layout, node.meta["subdims"][0]) * slot.dtype.itemsize
+            found.append((held * counts.get(layer_of(slot.name), 1), slot.differentiable))
+    return tuple(found)
 
 
 def _sum(monomials: Any) -> sympy.Expr:
@@ -223,4 +224,4 @@ def _sum(monomials: Any) -> sympy.Expr:
 
 
 def _number(value: Any) -> Any:
-    return value[0] if hasattr(value, "shape") and getattr(value, "shape", ()) else cast(Any, value)
+    return value[0] if hasattr(value, "shape") and getattr(value, "shape", ()) else value

@@ -121,7 +121,7 @@ def _is_view(node: Node) -> bool:
         return _is_view(cast(Node, node.args[0]))
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return False
-    schema = cast(Any, node.target)._schema
+    schema: Any = getattr(node.target, "_schema")  # noqa: B009
     if str(schema.name) == "aten::reshape":
         return _looks(node)
     aliases = [result.alias_info for result in schema.returns]

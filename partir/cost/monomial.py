@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -59,7 +60,7 @@ class Monomial:
     def is_square(self) -> bool:
         """Return whether it is the square of a monomial."""
         parts = (self.coefficient.numerator, self.coefficient.denominator)
-        return all(int(sympy.integer_nthroot(part, 2)[1]) for part in parts) and all(power % 2 == 0 for _, power in self.powers)
+        return all(math.isqrt(part) ** 2 == part for part in parts) and all(power % 2 == 0 for _, power in self.powers)
 
     def value(self, sizes: Values) -> Any:
         """Return its value; sizes may be numbers (an exact int where it is one) or numpy arrays (floats)."""

@@ -58,8 +58,8 @@ def _elements(op: str, held: Any, n: Any) -> Any:
     return np.where(n > 1, held, 0) if isinstance(n, np.ndarray) else held * (n > 1)
 
 
-def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> sympy.Expr:
-    held = part.expression
+def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> Any:
+    held: Any = part.expression
     if op in ("all_gather", "all_gather_same", "all_gather_bucket", "reduce_to"):
         return (n - 1) * held
     if op in ("reduce_scatter", "reduce_scatter_bucket", "all_to_all"):

@@ -214,7 +214,8 @@ def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
     value = cast(Any, node.meta.get("val"))
     if isinstance(value, torch.Tensor):
         return (value,)
-    return tuple(one for one in value if isinstance(one, torch.Tensor)) if isinstance(value, (list, tuple)) else ()
+    several = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else ()
+    return tuple(one for one in several if isinstance(one, torch.Tensor))
 
 
 def _numel(node: Node) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
@@ -43,7 +43,6 @@ def readable(expression: sympy.Expr) -> str:
     >>> readable(6 * (x - 1) / (x * y) + 2 * (x - 1) / x)
     '2*(x - 1)*(y + 3)/(x*y)'
     """
-    rounded = expression.atoms(sympy.ceiling)
-    if rounded or expression.has(sympy.Piecewise):
+    if cast(Any, expression).has(sympy.ceiling, sympy.Piecewise):
         return str(expression)
-    return str(sympy.factor_terms(sympy.factor(expression)))
+    return str(cast(Any, sympy).factor_terms(cast(Any, sympy).factor(expression)))
