@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import partir
+from examples import pictures
 from partir.draw import dot, picture, picture_of, ranks, style
 from partir.draw.fold import fold
 from partir.draw.picture import DrawnEdge, DrawnNode, Picture
@@ -85,6 +86,12 @@ def test_parameters_values_and_gradients_are_drawn() -> None:
     assert r'label="linear\nf64[8@x.z, 64@y]"' in attributes(text, "forward linear")
     assert 'label="d weight"' in attributes(text, "backward d_fc1.weight")
     assert 'label="gelu (saved)"' in attributes(text, "backward saved gelu")
+
+
+def test_what_a_rank_knows_of_its_own_place_joins_nothing() -> None:
+    text = source(meta_plan())
+    assert "coordinate" in meta_plan().text("forward")
+    assert '"forward embedding" -> "forward embedding_1"' not in text and "coordinate" not in text
 
 
 def test_results_in_state_y_and_in_state_z_are_told_apart() -> None:
@@ -206,3 +213,11 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 def test_examples_in_docstrings(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
+
+
+def test_the_script_of_the_documentation_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--out", f"{tmp_path}/new", "--models", "gpt", "--mesh", "1", "1", "1", "--suffixes", ".dot", ".html"]
+    monkeypatch.setattr("sys.argv", ["pictures", *options])
+    pictures.main()
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["gpt.dot", "gpt.html"]
+    assert "blocks.0 ... blocks.3   x 4" in (tmp_path / "new" / "gpt.dot").read_text()

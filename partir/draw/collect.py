@@ -51,7 +51,7 @@ class _Stage:
 
     def read(self, module: GraphModule) -> None:
         for node in module.graph.nodes:
-            if node.op in ("placeholder", "output"):
+            if node.op in ("placeholder", "output") or _is_place(node):
                 continue
             if node.name in self.records:
                 self._draw_collective(node, self.records[node.name])
@@ -68,8 +68,9 @@ class _Stage:
 
     def _stand_for(self, node: Node, drawn: DrawnNode) -> None:
         self.shown[node] = drawn
-        if node.name in self.traced:
-            drawn.names.setdefault(node.name, _layout(self.traced[node.name]))
+        traced = self.traced.get(node.name)
+        if traced is not None and _comes_from(node, traced):
+            drawn.names.setdefault(node.name, _layout(traced))
 
     def _source(self, node: Node) -> DrawnNode:
         """Return the drawn node of a value, drawing it where it is a parameter, an input or a saved value."""
@@ -101,7 +102,8 @@ class _Stage:
     def _draw_op(self, node: Node) -> None:
         """Draw the traced op that a node serves, once for all the nodes of its recipe, decomposition or backward formula."""
         # In the backward, what was saved and is only read would hide what moves.
-        read = [source for source in node.all_input_nodes if source in self.shown or self.stage == "forward"]
+        enters = self.stage == "forward"
+        read = [source for source in node.all_input_nodes if source in self.shown or (enters and source.op == "placeholder")]
         sources = [self._source(source) for source in read]
         drawn = self._op(node)
         self._stand_for(node, drawn)
@@ -144,6 +146,11 @@ def _layout(node: Node) -> Layout | None:
     return layout if isinstance(layout, Layout) else None
 
 
+def _is_place(node: Node) -> bool:
+    """Return whether a node asks for the rank's own place: nothing of the model's, and shared by all that ask."""
+    return is_collective(node) and not node.all_input_nodes
+
+
 def _looks_at_one(node: Node) -> bool:
     """Return whether a node moves and computes nothing: a view, or a collective of one operand with nothing to send."""
     if len(node.all_input_nodes) != 1:
@@ -153,6 +160,12 @@ def _looks_at_one(node: Node) -> bool:
     target = cast(Any, node.target)
     returns = target._schema.returns if hasattr(target, "_schema") else ()
     return bool(returns) and all(item.alias_info is not None for item in returns)
+
+
+def _comes_from(node: Node, traced: Node) -> bool:
+    """Return whether a node of a program is a traced one, and not a part of another's formula that bears its name by chance."""
+    origin = traced.all_input_nodes[0] if is_getitem(traced) else traced
+    return node.meta.get("origin") == origin.name
 
 
 def _op_facts(node: Node) -> dict[str, str]:

@@ -183,7 +183,8 @@ def _costliest(picture: Picture) -> list[str]:
     for node in sorted(picture.collectives(), key=lambda node: -node.bytes)[:COSTLIEST]:
         assert node.record is not None
         times = f" = {byte_text(node.record.bytes)} x {node.count}" if node.count > 1 else ""
-        what = f"{node.stage} {node.title}, {node.record.reason}"
+        place = f" in {node.path}" if node.path else ""
+        what = f"{node.stage} {node.title}{place}: {node.record.reason}"
         lines.append(f"<B>#{len(lines) + 1}</B>  {byte_text(node.bytes)}{times}  {escape(what)}")
     return lines
 

@@ -76,7 +76,7 @@ class Cube {
     const { around, over } = this.turn;
     const [turnedX, turnedZ] = [x * Math.cos(around) - z * Math.sin(around), x * Math.sin(around) + z * Math.cos(around)];
     const [turnedY, depth] = [y * Math.cos(over) - turnedZ * Math.sin(over), y * Math.sin(over) + turnedZ * Math.cos(over)];
-    const unit = 285 / (Math.hypot(...this.far.map((length) => length + 1.3)));
+    const unit = 265 / (Math.hypot(...this.far.map((length) => length + 1.3)));
     return { x: turnedX * unit, y: turnedY * unit, depth };
   }
 
@@ -105,8 +105,9 @@ class Cube {
   }
 
   axisNames() {
-    const [x, y, z] = this.far.map((length) => length / 2 + 0.9);
+    const [x, y, z] = this.far.map((length) => length / 2 + 0.8);
     const ends = { x: [0, y, -z], y: [-x, 0, -z], z: [x, y, 0] };
+    if (this.mesh.axes.includes("data")) ends.data = [0, -y, z];
     return Object.entries(ends).map(([axis, at]) => {
       const text = document.createElementNS(SVG, "text");
       const { x: left, y: top } = this.project(at);

@@ -44,7 +44,7 @@ class Panel {
       cube.replaceChildren(...this.cube(layout));
     };
     for (const [title, layout] of layouts) tabs.append(element("button", { onclick: () => choose(title, layout) }, title));
-    choose(...layouts[layouts.length - 1 && layouts[0][0] === "before" ? layouts.length - 1 : 0]);
+    choose(...layouts[layouts[0][0] === "before" ? layouts.length - 1 : 0]); // a collective opens at its result
     return [tabs, cube];
   }
 
