@@ -263,7 +263,8 @@ class Clock:
     """
 
     def __init__(self, hardware: Hardware, mesh: Mesh, stage: Stage, now: float) -> None:
-        self.hardware, self.mesh, self.stage = hardware, mesh, stage
+        self.hardware, self.mesh = hardware, mesh
+        self.stage: Stage = stage
         self.began = self.now = now
         self.exposed = 0.0
         self.times: list[NodeTime] = []
