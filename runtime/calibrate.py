@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch import Tensor, multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from partir.errors import RankError
 from partir.hardware import Efficiency, Hardware, Link, Pace, hardware_text, parse_hardware
@@ -43,6 +43,8 @@ FAMILIES = {
     "broadcast": ("broadcast",),
     "reduce_to": ("reduce_to",),
 }
+# torch's own types are partly unknown here.
+linalg: Any = cast(Any, torch.linalg)
 BLOCK_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 PRODUCT_SIDE = {"cpu": 512, "cuda": 8192}
@@ -73,7 +75,8 @@ def calibrate(ranks: int, backend: str = "gloo", name: str = "measured", seconds
     """
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.toml"
-        context: Any = spawn(_run_rank, (ranks, backend, name, seconds, timeout, _free_port(), str(path)), ranks, join=False)
+        given = (ranks, backend, name, seconds, timeout, _free_port(), str(path))
+        context: Any = cast(Any, multiprocessing).spawn(_run_rank, given, ranks, join=False)
         deadline = time.monotonic() + timeout
         try:
             while not context.join(timeout=0.5):
@@ -90,7 +93,7 @@ def calibrate(ranks: int, backend: str = "gloo", name: str = "measured", seconds
 
 def calibrate_world(name: str = "measured", seconds: float = 0.2) -> Hardware:
     """Measure as one rank of torch.distributed; every rank calls it at the same time, and each gets the same profile."""
-    ranks, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    ranks, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
     device = _device()
     stopwatch = Stopwatch(device, seconds)
     flops = {str(dtype).removeprefix("torch."): _flops(stopwatch, dtype) for dtype in DTYPES[device.type]}
@@ -232,15 +235,15 @@ def _fits(columns: Tensor) -> Iterator[tuple[float, list[float]]]:
     """Yield error and coefficients of each set of columns that fits ones with nothing negative; bytes are in all of them."""
     ones = torch.ones(len(columns), dtype=torch.float64)
     for used in ([0, 1, 2], [1, 2], [0, 2], [2]):
-        part = columns[:, used] / columns[:, used].norm(dim=0)
-        if torch.linalg.matrix_rank(part) < len(used):
+        scale = columns[:, used].square().sum(dim=0).sqrt()  # so that seconds a byte and seconds count alike
+        part = columns[:, used] / scale
+        if linalg.matrix_rank(part) < len(used):
             continue
-        solved = torch.linalg.lstsq(part, ones).solution / columns[:, used].norm(dim=0)
-        if bool((solved > 0).all()):
-            whole = [0.0, 0.0, 0.0]
-            for place, value in zip(used, solved.tolist()):
-                whole[place] = value
-            yield float((columns[:, used] @ solved - ones).norm()), whole
+        solved: Tensor = linalg.lstsq(part, ones).solution / scale
+        values = [float(value) for value in solved]
+        if min(values) > 0:
+            whole = [values[used.index(place)] if place in used else 0.0 for place in range(3)]
+            yield float((columns[:, used] @ solved - ones).square().sum()), whole
 
 
 def _overlap(stopwatch: Stopwatch) -> float:
@@ -275,13 +278,13 @@ def _divisors(number: int) -> list[int]:
 
 def _device() -> torch.device:
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or dist.get_rank()))
     return torch.device("cpu")
 
 
 def _memory(device: torch.device, node: int) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        return float(cast(Any, torch.cuda).get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // node)
 
 
