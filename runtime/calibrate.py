@@ -16,20 +16,20 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
-from torch import Tensor, multiprocessing
+from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from partir.errors import RankError
-from partir.hardware import Efficiency, Hardware, Link, Pace, hardware_text, parse_hardware
+from partir.hardware import Efficiency, Hardware, Link, hardware_text, parse_hardware
 from partir.mesh import Mesh
+from partir.runtime.fit_pace import Sample, fit_pace
 from partir.runtime.groups import Group
 from partir.runtime.session import Session
 from partir.runtime.torch_dtensor import dist
@@ -43,21 +43,10 @@ FAMILIES = {
     "broadcast": ("broadcast",),
     "reduce_to": ("reduce_to",),
 }
-# torch's own types are partly unknown here.
-linalg: Any = cast(Any, torch.linalg)
 BLOCK_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20)
 DTYPES = {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 PRODUCT_SIDE = {"cpu": 512, "cuda": 8192}
 COPY_BYTES = {"cpu": 1 << 24, "cuda": 1 << 30}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measured message: steps of its ring, bytes that a rank received, seconds."""
-
-    steps: int
-    bytes: int
-    seconds: float
 
 
 def calibrate(ranks: int, backend: str = "gloo", name: str = "measured", seconds: float = 0.2, timeout: float = 600) -> Hardware:
@@ -213,37 +202,6 @@ def _starter(op: str, block: int, group: Group, transport: Transport, call: Call
         "reduce_to": lambda: transport.reduce_to(one, group, 0, call),
     }
     return starts[op]
-
-
-def fit_pace(samples: Sequence[Sample]) -> Pace:
-    """Fit start + steps * latency + bytes / bandwidth to samples, by relative least squares with nothing negative.
-
-    >>> pace = fit_pace([Sample(s, b, 1e-5 + 2e-6 * s + b / 1e9) for s in (1, 3) for b in (1000, 10**6)])
-    >>> round(pace.start, 9), round(pace.latency, 9), round(pace.bandwidth)
-    (1e-05, 2e-06, 1000000000)
-    """
-    seconds = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64)
-    columns = torch.tensor([[1.0, s.steps, s.bytes] for s in samples], dtype=torch.float64) / seconds[:, None]
-    found = min(_fits(columns), key=lambda fit: fit[0], default=None)
-    if found is None:  # larger messages were no slower: all of it is bandwidth
-        return Pace(0.0, max(sample.bytes / sample.seconds for sample in samples))
-    start, latency, per_byte = found[1]
-    return Pace(latency, 1 / per_byte, start)
-
-
-def _fits(columns: Tensor) -> Iterator[tuple[float, list[float]]]:
-    """Yield error and coefficients of each set of columns that fits ones with nothing negative; bytes are in all of them."""
-    ones = torch.ones(len(columns), dtype=torch.float64)
-    for used in ([0, 1, 2], [1, 2], [0, 2], [2]):
-        scale = columns[:, used].square().sum(dim=0).sqrt()  # so that seconds a byte and seconds count alike
-        part = columns[:, used] / scale
-        if linalg.matrix_rank(part) < len(used):
-            continue
-        solved: Tensor = linalg.lstsq(part, ones).solution / scale
-        values = [float(value) for value in solved]
-        if min(values) > 0:
-            whole = [values[used.index(place)] if place in used else 0.0 for place in range(3)]
-            yield float((columns[:, used] @ solved - ones).square().sum()), whole
 
 
 def _overlap(stopwatch: Stopwatch) -> float:

@@ -9,7 +9,8 @@ import pytest
 from partir.cli import main
 from partir.errors import RankError
 from partir.hardware import load_hardware
-from partir.runtime.calibrate import FAMILIES, Sample, calibrate, fit_pace
+from partir.runtime.calibrate import FAMILIES, calibrate
+from partir.runtime.fit_pace import Sample, fit_pace
 
 
 def exact(start: float, latency: float, per_byte: float) -> list[Sample]:
