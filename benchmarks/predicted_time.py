@@ -143,7 +143,7 @@ def run_rank(rank: int, port: int, path: str, options: argparse.Namespace, ahead
         say(f"a repeat ended after {time.perf_counter() - start:.0f} s")
     if rank == 0:
         records = [trial.record(hardware) for trial in trials]
-        sizes = {key: value for key, value in vars(options).items() if isinstance(value, int)}
+        sizes = {key: value for key, value in vars(options).items() if isinstance(value, (int, float))}
         Path(path).write_text(json.dumps({"profile": hardware_text(hardware), "records": records, "sizes": sizes}))
     dist.barrier()
     dist.destroy_process_group()
@@ -187,10 +187,14 @@ def report(runs: Sequence[Record]) -> Iterator[str]:
     yield "Written by `python benchmarks/predicted_time.py --out docs/time.md`. In each run its own ranks measured the machine first, and"
     yield "nothing is fitted to the steps. memory=\"low\", one thread a rank."
     yield ""
+    yield "Short messages all cost about the same, so that meshes differ by little more than the noise of a shared machine where a model"
+    yield "moves little; the more it moves, the better the order is predicted."
+    yield ""
     for run in runs:
         sizes = run["sizes"]
         yield f"{sizes['ranks']} gloo ranks on {os.cpu_count()} cores: layers {sizes['layers']}, hidden {sizes['hidden']},"
-        yield f"batch {sizes['batch']}, sequence {sizes['seq']}, {sizes['repeats']} repeats."
+        yield f"batch {sizes['batch']}, sequence {sizes['seq']}, {sizes['repeats']} repeats; {sizes['seconds']} s a figure of the profile"
+        yield f"(`--seq {sizes['seq']} --seconds {sizes['seconds']}`)."
         yield ""
         for name in dict.fromkeys(record["model"] for record in run["records"]):
             yield from model_lines(name, [record for record in run["records"] if record["model"] == name])

@@ -28,7 +28,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"model": "gpt", "mesh": mesh, "seconds": seconds, "predicted": predicted, "compute": 0.1, "exposed": predicted - 0.1}
         for mesh, (seconds, predicted) in times.items()
     ]
-    sizes = {"ranks": 8, "layers": 1, "hidden": 64, "batch": 4, "seq": 8, "repeats": 2}
+    sizes = {"ranks": 8, "layers": 1, "hidden": 64, "batch": 4, "seq": 8, "repeats": 2, "seconds": 0.1}
     (tmp_path / "run.json").write_text(json.dumps({"profile": 'name = "toy"', "sizes": sizes, "records": records}))
     page = tmp_path / "time.md"
     monkeypatch.setattr("sys.argv", ["predicted_time.py", "--read", str(tmp_path / "run.json"), "--out", str(page)])
