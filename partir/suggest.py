@@ -5,7 +5,8 @@ print(found)
 model = partir.parallelize(model, mesh=found[0].mesh, memory=found[0].mode)
 
 The model is traced once. Meshes on which it is laid out in the same way are one class: one of them is compiled, repeated layers left
-out, and its symbolic cost is evaluated for all. Another size that does not divide, or an axis of one rank, makes another class.
+out, and its symbolic cost is evaluated for all. Another size that does not divide, or an axis of one rank, makes another class. A mesh
+with an axis of one rank is estimated first from a class with more axes (within a few percent); the best are then computed exactly.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,79 +29,18 @@ from partir.mesh import AXES, Mesh
 from partir.module import ParallelModule, original_class
 from partir.options import Options
 from partir.passes import pipeline
+from partir.passes.choose_pads import choose_pads
 from partir.passes.fold_layers import fold_layers
 from partir.passes.trace import trace
 from partir.quantities import parse_bytes, spell_bytes
 from partir.records import collectives_of
+from partir.rules.placement import placement
+from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
+ESTIMATE = 0.15  # how far an estimate may be off
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """One mesh in one memory mode.
-
-    Args:
-        mesh: ``(x, y, z)``, or ``(data, x, y, z)`` where data has more than one rank.
-        mode: ``memory=`` of `parallelize`.
-        bytes: that one rank receives in a step.
-        seconds: of a step, predicted.
-        memory: bytes that one rank holds at most, with AdamW.
-        why: what speaks against it; ``""`` for one that is ranked.
-    """
-
-    mesh: tuple[int, ...]
-    mode: str
-    bytes: int
-    seconds: float
-    memory: int
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Suggestions(Sequence[Suggestion]):
-    """Meshes, best first.
-
-    Args:
-        ranked: those that fit.
-        rejected: those that do not, and why.
-        by: what they are ranked by.
-        compiled: how many classes of meshes were compiled.
-    """
-
-    ranked: tuple[Suggestion, ...]
-    rejected: tuple[Suggestion, ...]
-    by: str
-    compiled: int = 0
-
-    @overload
-    def __getitem__(self, index: int) -> Suggestion: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Suggestion, ...]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return self.ranked[index]
-
-    def __len__(self) -> int:
-        return len(self.ranked)
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, top: int = 20) -> str:
-        """Return the best as a table, and the first that were rejected."""
-        rows = [("mesh", "memory=", "seconds", "received", "held"), *(_cells(one) for one in self.ranked[:top])]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-        more = [f"{len(self.ranked) - top} more"] if len(self.ranked) > top else []
-        refused = [f"rejected {one.mesh} {one.mode}: {one.why}" for one in self.rejected[:5]]
-        refused += [f"{len(self.rejected) - 5} more rejected"] if len(self.rejected) > 5 else []
-        return "\n".join([f"best by {self.by}", *lines, *more, *refused]) + "\n"
-
-
-def _cells(one: Suggestion) -> tuple[str, ...]:
-    return str(one.mesh), one.mode, f"{one.seconds:.4g}", spell_bytes(one.bytes), spell_bytes(one.memory)
 
 
 def suggest_mesh(
@@ -112,6 +52,7 @@ def suggest_mesh(
     memory: str | int | None = None,
     hardware: str | Hardware = "dgx-h100",
     by: str = "time",
+    sure: int | None = 5,
     axes: Sequence[str] = AXES,
     modes: Sequence[str] = MODES,
     outputs: str = "auto",
@@ -126,6 +67,7 @@ def suggest_mesh(
         memory: the most that one rank may hold, ``"40GB"`` or a number of bytes; by default the hardware's.
         hardware: a profile, its name or its path.
         by: "time", "bytes" or "memory".
+        sure: how many of the best are computed exactly, others may be estimates; None: all, which takes some seconds a class.
         axes: that may have more than one rank; ``("x", "y", "z")`` leaves data out.
         modes: memory modes to try.
         outputs: as for `partir.parallelize`.
@@ -143,8 +85,12 @@ def suggest_mesh(
     budget = profile.memory if memory is None else parse_bytes(memory)
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
         search = Search(model, _arguments(example_inputs), dict(example_kwargs or {}), Options(outputs=outputs), modes, progress)
-        found = search.run(list(factorisations(ranks, axes)), profile)
-    ranked = sorted((one for one in found if not one.why and one.memory <= budget), key=lambda one: _order(one, by))
+        meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
+        found = search.run(meshes, profile)
+        while unsure := _unsure(found, budget, by, sure):
+            search.compile_class(Mesh.parse(unsure.mesh))
+            found = search.run(meshes, profile)
+    ranked = _fitting(found, budget, by)
     rejected = [_over(one, budget) for one in found if one.why or one.memory > budget]
     if not ranked:
         raise PartirError(_nothing_fits(ranks, budget, rejected))
@@ -177,6 +123,18 @@ def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mappin
     return Mesh.parse(found[0].mesh)
 
 
+def _fitting(found: Sequence[Suggestion], budget: float, by: str) -> list[Suggestion]:
+    return sorted((one for one in found if not one.why and one.memory <= budget), key=lambda one: _order(one, by))
+
+
+def _unsure(found: Sequence[Suggestion], budget: float, by: str, sure: int | None) -> Suggestion | None:
+    """Return an estimate that matters: among the best, perhaps the best, or so near to the budget that it may fit or not."""
+    near = [one for one in found if not one.exact and not one.why and abs(one.memory / budget - 1) < ESTIMATE]
+    ranked = _fitting(found, budget, by)
+    perhaps = [one for one in ranked if getattr(one, KEYS[by]) * (1 - ESTIMATE) < getattr(ranked[0], KEYS[by])]
+    return next((one for one in [*ranked[:sure], *perhaps, *near] if not one.exact), None)
+
+
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:
     return getattr(one, KEYS[by]), one.bytes, one.memory, one.mesh
 
@@ -185,7 +143,7 @@ def _over(one: Suggestion, budget: float) -> Suggestion:
     if one.why:
         return one
     why = f"needs {spell_bytes(one.memory)} a rank, {spell_bytes(one.memory - budget)} more than {spell_bytes(budget)}"
-    return Suggestion(one.mesh, one.mode, one.bytes, one.seconds, one.memory, why)
+    return replace(one, why=why)
 
 
 def _nothing_fits(ranks: int, budget: float, rejected: Sequence[Suggestion]) -> str:
@@ -227,43 +185,64 @@ class Search:
 
     def __post_init__(self) -> None:
         self.folded = fold_layers(trace(self.model, self.args, self.kwargs))
-        self.errors: dict[str, str] = {}
+        self._law = placement(self.options.placement)
+        self._graph = pipeline.factorise(self.folded.traced)
+        dims = [dim for node in self._graph.graph.nodes for result in node.meta.get("subdims", ()) for dim in result]
+        self._sizes = {one.key: one.size for dim in dims for one in dim}
+        self._failed: dict[Mesh, str] = {}
 
     def run(self, meshes: Sequence[Mesh], hardware: Hardware) -> list[Suggestion]:
         """Return a suggestion for each mesh and mode; what cannot be compiled says why."""
         classes: dict[int, list[tuple[Mesh, dict[str, int]]]] = {}
         found: list[Suggestion] = []
         for mesh in meshes:
-            try:
-                number, sizes = self._class_of(mesh)
-            except PartirError as error:
-                found += [Suggestion(_tuple(mesh), mode, 0, 0.0, 0, str(error)) for mode in self.modes]
-                continue
-            classes.setdefault(number, []).append((mesh, sizes))
+            place = self._place(mesh)
+            if place is None:
+                found += [Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]) for mode in self.modes]
+            else:
+                classes.setdefault(place[0], []).append((mesh, place[1]))
         for number, members in classes.items():
             for mode in self.modes:
                 found += _evaluate(self.templates[number], mode, members, hardware)
         return found
 
-    def _class_of(self, mesh: Mesh) -> tuple[int, dict[str, int]]:
+    def _place(self, mesh: Mesh) -> tuple[int, dict[str, int]] | None:
+        """Return the template that stands for a mesh, its own class before others, and the values of its symbols; None: it fails."""
+        if mesh in self._failed:
+            return None
+        found = self._template(mesh)
+        if found is None:
+            self.compile_class(mesh)
+            found = self._template(mesh)
+        return found
+
+    def _template(self, mesh: Mesh) -> tuple[int, dict[str, int]] | None:
         padded = self._padded(mesh)
-        for number, template in enumerate(self.templates):
-            sizes = template.sizes(mesh, padded) if _pattern(template.mesh) == _pattern(mesh) else None
+        own = [n for n, template in enumerate(self.templates) if template.mesh.split_axes() == mesh.split_axes()]
+        wider = [n for n, template in enumerate(self.templates) if set(template.mesh.split_axes()) > set(mesh.split_axes())]
+        for number in [*own, *wider]:
+            sizes = self.templates[number].sizes(mesh, padded)
             if sizes is not None:
                 return number, sizes
-        for like in (_smallest(mesh), mesh):
-            if like != mesh and any(template.mesh == like for template in self.templates):
+        return None
+
+    def compile_class(self, mesh: Mesh) -> None:
+        """Compile the class of a mesh: for the mesh of the same axes and the smallest sizes, or, if that is another class, for itself."""
+        known = {template.mesh for template in self.templates}
+        for like in dict.fromkeys((_smallest(mesh), mesh)):
+            if like in known:
                 continue
-            self.templates.append(self._compile(like))
-            sizes = self.templates[-1].sizes(mesh, padded)
-            if sizes is not None:
-                return len(self.templates) - 1, sizes
-        raise PartirError(f"mesh {mesh}: its own program does not fit it; please report this.")
+            try:
+                self.templates.append(self._compile(like))
+            except PartirError as error:
+                self._failed[like] = str(error)
+                continue
+            if self.templates[-1].sizes(mesh, self._padded(mesh)) is not None:
+                return
+        self._failed.setdefault(mesh, "its program is of no known class")
 
     def _padded(self, mesh: Mesh) -> Padded:
-        graph, padded, _ = pipeline.factorise(self.folded.traced, mesh, self.options)
-        sizes = {one.key: one.size for node in graph.graph.nodes for dims in node.meta.get("subdims", ()) for dim in dims for one in dim}
-        return {key: (sizes[key], size) for key, size in padded.items()}
+        return {key: (self._sizes[key], size) for key, size in choose_pads(self._graph, mesh, self._law).items()}
 
     def _compile(self, mesh: Mesh) -> Template:
         if self.progress is not None:
@@ -283,20 +262,18 @@ class Search:
 def _evaluate(template: Template, mode: str, members: Sequence[tuple[Mesh, dict[str, int]]], hardware: Hardware) -> list[Suggestion]:
     sizes = [values for _, values in members]
     received, held = template.bytes(mode, sizes), template.peak_memory(mode, sizes)
-    return [
-        Suggestion(_tuple(mesh), mode, round(received[i]), template.seconds(mode, mesh, values, hardware), round(held[i]))
-        for i, (mesh, values) in enumerate(members)
-    ]
+    found: list[Suggestion] = []
+    for i, (mesh, values) in enumerate(members):
+        exact = template.mesh.split_axes() == mesh.split_axes()
+        seconds = template.seconds(mode, mesh, values, hardware)
+        found.append(Suggestion(_tuple(mesh), mode, round(received[i]), seconds, round(held[i]), exact=exact))
+    return found
 
 
 def _smallest(mesh: Mesh) -> Mesh:
     """Return the mesh of the same axes whose sizes are the smallest prime of each: on it most sizes divide."""
     primes = [next((p for p in range(2, size + 1) if size % p == 0), 1) for size in mesh.sizes]
     return Mesh(mesh.names, tuple(primes))
-
-
-def _pattern(mesh: Mesh) -> tuple[str, ...]:
-    return mesh.split_axes()
 
 
 def _tuple(mesh: Mesh) -> tuple[int, ...]:

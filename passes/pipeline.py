@@ -43,7 +43,7 @@ from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
 from partir.program import Program, Slot
 from partir.random_ops import DRAWN
-from partir.rules.placement import Placement, placement
+from partir.rules.placement import placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,10 @@ def lower(
     run = _Run(mesh, dict(timings or {}))
     training = torch.is_grad_enabled()
     run.texts["traced"] = graph_text(traced.graph_module)
-    graph, padded, law = factorise(traced, mesh, options, run)
+    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
+    graph = run.pass_("factorise_dims", graph, factorise_dims)
+    law = placement(options.placement)
+    padded = choose_pads(graph, mesh, law)
     graph = run.pass_("pad_dims", graph, lambda g: factorise_dims(pad_dims(g, padded)) if padded else g)
     _add_seed(graph)
     slots = {node.name: slot for node, slot in zip(placeholders(graph), traced.slots)}
@@ -164,15 +167,11 @@ def lower(
     return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings)
 
 
-def factorise(
-    traced: Traced, mesh: Mesh, options: Options, run: _Run | None = None
-) -> tuple[GraphModule, dict[int, int], Placement]:
-    """Return the graph with named sub-dims, the padded size of each that is to be padded, and the law."""
-    run = run or _Run(mesh, {})
+def factorise(traced: Traced) -> GraphModule:
+    """Return the traced graph, each op with a rule and each dim with named sub-dims; no mesh is needed."""
+    run = _Run(Mesh.parse((1, 1, 1)), {})
     graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
-    graph = run.pass_("factorise_dims", graph, factorise_dims)
-    law = placement(options.placement)
-    return graph, choose_pads(graph, mesh, law), law
+    return run.pass_("factorise_dims", graph, factorise_dims)
 
 
 def derive(low: Lowered, memory: str) -> Compiled:

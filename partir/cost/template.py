@@ -96,13 +96,18 @@ class Template:
         at = {**cost.values, **sizes}
         now = 0.0
         for stage, steps in self.steps[memory].items():
-            clock = Clock(hardware, mesh, stage, now)
+            clock, under_way = Clock(hardware, mesh, stage, now), set[str]()
             for kind, name, number in steps:
                 if kind == "start":
                     one = cost.received[number]
-                    clock.start(name, one.record.axis, one.record.op, int(one.value(at)), one.count)
-                elif kind == "wait":
+                    axes = [axis for axis in one.axes if mesh[axis] > 1]
+                    if axes:  # the template may have axes that this mesh has not
+                        clock.start(name, ".".join(axes), one.record.op, int(one.value(at)), one.count)
+                        under_way.add(name)
+                elif kind == "wait" and name in under_way:
                     clock.wait(name)
+                elif kind == "wait":
+                    continue
                 else:
                     work = cost.work[number]
                     clock.compute(name, int(work.flops.value(at)), work.dtype, int(work.memory_value(at)), work.count)
