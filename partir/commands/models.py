@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -164,5 +165,5 @@ def _example(module: nn.Module, config: Any, batch: int, seq: int | None, device
     if longest is not None and length > longest:
         raise PartirError(f"--seq {length}: this model takes at most {longest} positions.")
     ids = torch.zeros(batch, length, dtype=torch.long, device=device)
-    takes_labels = "labels" in module.forward.__code__.co_varnames
+    takes_labels = "labels" in inspect.signature(module.forward).parameters
     return {"input_ids": ids, "labels": ids.clone()} if takes_labels else {"input_ids": ids}
