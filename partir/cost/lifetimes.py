@@ -1,7 +1,10 @@
-"""When each block of a program's graphs is made and freed, and what one rank holds at most.
+"""When each block of a program's graphs is made and freed, and what one rank of torch.distributed holds at most.
 
     forward   outputs and saved values stay; anything else goes after its last reader
     backward  saved values stay to its end, as the runtimes keep them; gradients stay; anything else goes
+
+The nodes are numbered as that runtime runs them (`partir.overlap`): a message's result exists from its start, a copy of what is sent
+from there to its wait, and a result that must be put together from rows once more at its wait.
 """
 
 from __future__ import annotations
@@ -14,15 +17,19 @@ import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 
+from partir.cost.messages import copies_of, is_same
 from partir.cost.monomial import Monomial, Values
 from partir.cost.sizes import ProgramSizes
 from partir.errors import module_path
-from partir.graph import is_getitem
+from partir.graph import is_collective, is_getitem, operands
+from partir.mesh import Mesh
 from partir.program import Program
 from partir.records import layer_of
+from partir.timing import as_run
 
 SAVED, GRADIENTS, TEMPORARY, OUTPUTS = "saved activations", "gradients", "temporaries", "outputs"
-Storage = tuple[Node, int]
+Storage = tuple[str, int]
+"""A call's name, and which of its results."""
 
 
 @dataclass(frozen=True)
@@ -49,42 +56,89 @@ class Block:
 
 def blocks_of(program: Program, sizes: ProgramSizes, counts: Mapping[str, int]) -> tuple[Block, ...]:
     """Return every storage that a step makes, forward and backward; ``counts``: how many layers a layer stands for."""
-    results = cast("tuple[Any, ...]", program.forward.graph.output_node().args[0])
+    forward = _Stage(program.forward, "forward", program.mesh, sizes, counts)
     count = program.num_outputs
-    kept = {(_storage(n)): OUTPUTS for n in results[:count] if isinstance(n, Node)}
-    kept |= {(_storage(n)): SAVED for n in results[count:] if isinstance(n, Node)}
-    found = _blocks(program.forward, "forward", kept, sizes, counts)
+    found = forward.blocks({**forward.kept(OUTPUTS, slice(count)), **forward.kept(SAVED, slice(count, None))})
     if program.backward is None:
         return tuple(found)
-    end = len(program.backward.graph.nodes)
-    found += [
-        replace(block, stage="backward", born=-1, dies=end) for block in found if block.kind in (SAVED, OUTPUTS)
-    ]
-    gradients = cast("tuple[Any, ...]", program.backward.graph.output_node().args[0])
-    kept = {(_storage(n)): GRADIENTS for n in gradients if isinstance(n, Node)}
-    return (*found, *_blocks(program.backward, "backward", kept, sizes, counts))
+    backward = _Stage(program.backward, "backward", program.mesh, sizes, counts)
+    stay = [replace(one, stage="backward", born=-1, dies=backward.end) for one in found if one.kind in (SAVED, OUTPUTS)]
+    return (*found, *stay, *backward.blocks(backward.kept(GRADIENTS, slice(None))))
 
 
-def _blocks(
-    module: GraphModule, stage: str, kept: Mapping[Storage, str], sizes: ProgramSizes, counts: Mapping[str, int]
-) -> list[Block]:
-    order = {node: number for number, node in enumerate(module.graph.nodes)}
-    dies: dict[Storage, int] = {}
-    for node, number in order.items():
-        if node.op == "output":
-            continue
-        for read in node.all_input_nodes:
-            dies[_storage(read)] = number
-    found: list[Block] = []
-    for node, number in order.items():
-        if node.op != "call_function" or is_getitem(node) or _is_view(node):
-            continue
-        for place, (tensor, numel) in enumerate(zip(_tensors(node), sizes.numels(node), strict=True)):
-            storage = (node, place)
-            last = len(order) if storage in kept else dies.get(storage, number)
-            many = counts.get(layer_of(module_path(node.meta)), 1) if storage in kept else 1
-            found.append(Block(kept.get(storage, TEMPORARY), numel * tensor.dtype.itemsize, stage, number, last, node.name, many))
-    return found
+class _Stage:
+    """One graph as a rank runs it."""
+
+    def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: ProgramSizes, counts: Mapping[str, int]) -> None:
+        self.module, self.stage, self.mesh, self.sizes, self.counts = module, stage, mesh, sizes, counts
+        self.named = {node.name: node for node in module.graph.nodes}
+        self.order = list(as_run(module, mesh))
+        self.place = {node.name: number for number, node in enumerate(self.order)}
+        self.end = len(self.order)
+
+    def kept(self, kind: str, which: slice) -> dict[Storage, str]:
+        """Return the storages behind some of the graph's results, and what they are for."""
+        results = cast("tuple[Any, ...]", self.module.graph.output_node().args[0])[which]
+        return {self._storage(node): kind for node in results if isinstance(node, Node)}
+
+    def blocks(self, kept: Mapping[Storage, str]) -> list[Block]:
+        """Return the storages that the calls make; ``kept``: those that stay to the end."""
+        dies = self._last_reads()
+        found: list[Block] = []
+        for number, node in enumerate(self.order):
+            made = self.named.get(node.name)
+            if made is None or is_getitem(made) or self._is_other_name(made):
+                continue
+            for place, (tensor, numel) in enumerate(zip(_tensors(made), self.sizes.numels(made), strict=True)):
+                storage = (made.name, place)
+                last = self.end if storage in kept else dies.get(storage, number)
+                many = self.counts.get(layer_of(module_path(made.meta)), 1) if storage in kept else 1
+                held = numel * tensor.dtype.itemsize
+                found.append(Block(kept.get(storage, TEMPORARY), held, self.stage, number, last, made.name, many))
+            found += self._copies(made, number)
+        return found
+
+    def _last_reads(self) -> dict[Storage, int]:
+        found: dict[Storage, int] = {}
+        for number, node in enumerate(self.order):
+            for read in self._reads(node):
+                found[self._storage(read)] = number
+        return found
+
+    def _reads(self, node: Node) -> list[Node]:
+        """Return what a call reads, in the graph itself: a wait reads the message's result."""
+        if node.meta.get("message") == "wait":
+            return [self.named[node.all_input_nodes[0].name]]
+        return self.named[node.name].all_input_nodes
+
+    def _copies(self, node: Node, start: int) -> list[Block]:
+        """Return what a message holds beside its result: what it sends, put in rows, and what it received, not yet put together."""
+        if self.order[start].meta.get("message") != "start":
+            return []
+        wait = self._wait_of(start)
+        sent, received = copies_of(node, self.mesh)
+        parts = [numel * tensor.dtype.itemsize for read in operands(node) for tensor, numel in zip(_tensors(read), self.sizes.numels(read))]
+        results = [numel * tensor.dtype.itemsize for tensor, numel in zip(_tensors(node), self.sizes.numels(node))]
+        held = (parts if sent else []) + (results if received else [])
+        return [Block(TEMPORARY, one, self.stage, start, wait, node.name) for one in held]
+
+    def _wait_of(self, start: int) -> int:
+        wait = next(iter(self.order[start].users), None)
+        return self.place[wait.name] if wait is not None else start
+
+    def _storage(self, node: Node) -> Storage:
+        """Return the call, and which of its results, whose memory a node looks at."""
+        while True:
+            if is_getitem(node) and not self._is_other_name(cast(Node, node.args[0])):
+                return cast(Node, node.args[0]).name, cast(int, node.args[1])
+            if not self._is_other_name(node):
+                return node.name, 0
+            node = node.all_input_nodes[0]
+
+    def _is_other_name(self, node: Node) -> bool:
+        if is_getitem(node):
+            return self._is_other_name(cast(Node, node.args[0]))
+        return is_same(node, self.mesh) if is_collective(node) else _is_view(node)
 
 
 def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
@@ -106,19 +160,7 @@ def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
     return held.max(axis=0), held.argmax(axis=0) - 1
 
 
-def _storage(node: Node) -> Storage:
-    """Return the call, and which of its results, whose memory a node looks at."""
-    while True:
-        if is_getitem(node) and not _is_view(cast(Node, node.args[0])):
-            return cast(Node, node.args[0]), cast(int, node.args[1])
-        if not _is_view(node):
-            return node, 0
-        node = node.all_input_nodes[0]
-
-
 def _is_view(node: Node) -> bool:
-    if is_getitem(node):
-        return _is_view(cast(Node, node.args[0]))
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return False
     schema: Any = getattr(node.target, "_schema")  # noqa: B009

@@ -1,0 +1,49 @@
+"""What a collective holds beside its operand and its result while its message is under way, as the distributed runtime sends it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch.fx import Node
+
+from partir.collectives import split_axes
+from partir.graph import collective_name, operands, tensor_of
+from partir.mesh import Mesh
+
+RENAMES = ("spread", "settle")
+
+
+def is_same(node: Node, mesh: Mesh) -> bool:
+    """Return whether a collective's result is its operand: it is but another type, or a group of one."""
+    name = collective_name(node)
+    return bool(operands(node)) and (name in RENAMES or mesh.extent(split_axes(_argument(node, "axis"))) == 1)
+
+
+def copies_of(node: Node, mesh: Mesh) -> tuple[bool, bool]:
+    """Return whether a message sends a copy of its operand, and whether it receives rows that are put together in a copy.
+
+    A message has one row a member. The operand's first dim is such rows as it is, where the group is ordered by rank.
+    """
+    name = collective_name(node)
+    if name.endswith("_bucket") or name == "all_to_all":
+        return True, True
+    if name not in ("all_gather", "all_gather_same", "reduce_scatter"):
+        return False, False
+    operand = tensor_of(operands(node)[0])
+    axes = split_axes(_argument(node, "axis"))
+    in_rows = _argument(node, "dim") % operand.dim() == 0 and _argument(node, "blocks") == 1 and _by_rank(axes, mesh)
+    if name == "reduce_scatter":
+        return not (in_rows and operand.is_contiguous()), False
+    return not operand.is_contiguous(), not in_rows
+
+
+def _by_rank(axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Return whether the members of a group over axes, row-major in their order, are in the order of their ranks."""
+    places = [mesh.names.index(axis) for axis in axes if mesh[axis] > 1]
+    return places == sorted(places)
+
+
+def _argument(node: Node, name: str) -> Any:
+    schema = cast(Any, node.target)._schema.arguments
+    given = {**{argument.name: argument.default_value for argument in schema}, **dict(zip((a.name for a in schema), node.args))}
+    return {**given, **node.kwargs}[name]
