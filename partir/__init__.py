@@ -16,6 +16,7 @@ from partir.rules import rule
 from partir.rules.check import check_rules
 from partir.runtime.parameters import full_gradient, full_tensor, load_optimizer_state_dict, optimizer_state_dict
 from partir.runtime.record import record_communication
+from partir.suggest import Suggestion, suggest_mesh
 
 __all__ = [
     "Layout",
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "PlanDifference",
     "PlanDocument",
+    "Suggestion",
     "check_rules",
     "full_gradient",
     "full_state_dict",
@@ -35,5 +37,6 @@ __all__ = [
     "record_communication",
     "rule",
     "same_randomness",
+    "suggest_mesh",
     "verify",
 ]

@@ -20,6 +20,7 @@ from partir.options import Options
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
+from partir.suggest import automatic_mesh
 
 if TYPE_CHECKING:
     from partir.plans import Plan
@@ -50,7 +51,8 @@ def parallelize(
 
     Args:
         model: any module.
-        mesh: `(x, y, z)`, `(data, x, y, z)`, sizes by axis name, or a named DeviceMesh.
+        mesh: `(x, y, z)`, `(data, x, y, z)`, sizes by axis name, a named DeviceMesh, or "auto": the mesh of this world that receives
+            the fewest bytes.
         example_inputs: a tensor or a tuple of arguments: compile now. Without, at the first call.
         example_kwargs: keyword arguments of the example.
         memory: "low" keeps shards and gathers again in the backward, "fast" keeps what was gathered.
@@ -81,6 +83,8 @@ def parallelize(
     limit = None if timeout is None else timedelta(seconds=timeout)
     files = rule_files.read(rules)
     given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
+    if isinstance(mesh, str) and mesh == "auto" and plan is None:
+        mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)
     compiler = Compiler(compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))

@@ -44,7 +44,7 @@ def requested(model: nn.Module, mesh: Any, plan: object, options: Options) -> tu
     """
     if plan is None:
         if mesh is None:
-            raise MeshError("mesh None is not understood: give (x, y, z), (data, x, y, z), or plan=, which has a mesh.")
+            raise MeshError('mesh None is not understood: give (x, y, z), (data, x, y, z), "auto", or plan=, which has a mesh.')
         return Mesh.parse(mesh), options, pipeline.compile_program
     document = as_document(plan)
     if mesh is not None and any(Mesh.parse(mesh)[axis] != document.mesh[axis] for axis in AXES):

@@ -9,8 +9,14 @@ A start has "start" and a wait has "wait" in ``meta["message"]``.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+
+from partir.graph import is_collective
+from partir.mesh import Mesh
+from partir.records import message_of
 
 AHEAD = 4
 """Messages under way at once, so that memory holds no more than their results."""
@@ -27,6 +33,33 @@ def start_early_wait_late(graph: Graph) -> None:
             schedule.need(node)
     for earlier, later in zip(schedule.order, schedule.order[1:]):
         earlier.append(later)
+
+
+def as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
+    """Yield the calls of a graph in the order in which the runtime makes them, each message a start and a wait."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in list(graph.nodes):
+        if is_collective(node) and message_of(node, mesh)[1]:
+            _split_message(graph, node)
+    graph.eliminate_dead_code()
+    start_early_wait_late(graph)
+    yield from (node for node in graph.nodes if node.op == "call_function")
+
+
+def _split_message(graph: Graph, start: Node) -> None:
+    """Before: ``%g = all_gather(%x)``. After: ``%g = all_gather(%x)  %wait = wait(%g)``, read in its place."""
+    with graph.inserting_after(start):
+        wait = graph.call_function(_wait)
+    start.replace_all_uses_with(wait)
+    wait.args = (start,)
+    wait.meta = {**start.meta, "message": "wait"}
+    start.meta = {**start.meta, "message": "start"}
+
+
+def _wait(message: Any) -> Any:
+    """Stand for a wait in a graph that is timed and never run."""
+    return message
 
 
 class _Schedule:

@@ -12,9 +12,8 @@ print(plan.text("lowered"))                # one rank's graph with its collectiv
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -24,10 +23,11 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from partir import rules as rule_files
-from partir.errors import PartirError, UnknownNameError, module_path
+from partir.errors import PartirError, module_path
 from partir.follow_plan import requested
 from partir.hardware import Hardware
 from partir.layout import Layout
+from partir.layout_names import Layouts
 from partir.limit import Limit, limit_of
 from partir.mesh import Mesh
 from partir.module import ParallelModule, original_class
@@ -210,6 +210,21 @@ class Plan:
         """
         return step_seconds(self.program, hardware)
 
+    def timeline(self, path: str | Path, hardware: str | Path | Hardware = "dgx-h100") -> None:
+        """Write the predicted step of one rank as a trace that Perfetto (ui.perfetto.dev) opens.
+
+        Args:
+            path: where, by custom ``trace.json``.
+            hardware: as for `time`.
+
+        Raises:
+            HardwareError: as for `time`.
+            PartirError: the path cannot be written.
+        """
+        from partir.draw.timeline import timeline_events, timeline_of
+
+        timeline_events(timeline_of(self, hardware), path, f"{self.model} on mesh {self.mesh}, one rank")
+
     def cost(self, symbols: Mapping[str, tuple[str, int]] | None = None) -> Cost:
         """Return what one rank receives, computes and holds in a step, as expressions in the sizes of axes, batch and sequence.
 
@@ -293,23 +308,3 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan of {self.model} on {self.mesh}: {len(self.collectives)} collectives, {self.bytes():,} bytes a rank>"
-
-
-class Layouts(Mapping[str, Layout]):
-    """Layouts by name: dotted for parameters and modules of one value, as in `plan.text("annotated")` for the rest."""
-
-    def __init__(self, known: Mapping[str, Layout]) -> None:
-        self._known = dict(known)
-
-    def __getitem__(self, name: str) -> Layout:
-        if name not in self._known:
-            close = difflib.get_close_matches(name, self._known, n=3, cutoff=0.4)
-            hint = f" Closest: {', '.join(close)}." if close else ""
-            raise UnknownNameError(f"no parameter, input or value is called {name!r}.{hint}")
-        return self._known[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)

@@ -14,13 +14,15 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, cast, overload
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from partir.cost.cost import cost_in_symbols, input_symbols
 from partir.cost.template import Padded, Template, pad_symbols, parts_of, steps_of
-from partir.errors import PartirError
+from partir.errors import MeshError, PartirError
 from partir.hardware import Hardware, load_hardware
 from partir.mesh import AXES, Mesh
 from partir.module import ParallelModule, original_class
@@ -33,6 +35,7 @@ from partir.records import collectives_of
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
+MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,32 @@ def suggest_mesh(
     if not ranked:
         raise PartirError(_nothing_fits(ranks, budget, rejected))
     return Suggestions(tuple(ranked), tuple(rejected), by, len(search.templates))
+
+
+def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, options: Options) -> Mesh:
+    """Return the mesh of this world's ranks that receives the fewest bytes, of those that fit into the device's memory.
+
+    Args:
+        options: whose memory mode and outputs are kept.
+
+    Raises:
+        MeshError: torch.distributed is not initialised, or there is no example to trace.
+        PartirError: nothing fits.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise MeshError(
+            'mesh="auto" divides the ranks of torch.distributed, which is not initialised. '
+            "For another number of ranks: partir.suggest_mesh(model, ranks=64, example_inputs=...)[0].mesh."
+        )
+    if example_inputs is None and not example_kwargs:
+        raise MeshError('mesh="auto" needs example_inputs: what moves depends on their sizes.')
+    cuda = dist.get_backend() == "nccl"
+    memory = int(cast(Any, torch.cuda).get_device_properties(torch.cuda.current_device()).total_memory) if cuda else MOST
+    ranks, modes = dist.get_world_size(), (options.memory,)
+    found = suggest_mesh(
+        model, ranks, example_inputs, example_kwargs, memory=memory, by="bytes", modes=modes, outputs=options.outputs
+    )
+    return Mesh.parse(found[0].mesh)
 
 
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:
@@ -277,5 +306,5 @@ def _tuple(mesh: Mesh) -> tuple[int, ...]:
 
 def _arguments(example_inputs: Any) -> tuple[Any, ...]:
     if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return tuple(cast("tuple[Any, ...]", example_inputs))
     return () if example_inputs is None else (example_inputs,)

@@ -16,20 +16,21 @@ messages before it over the same level of links are through, and the stream wait
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from partir.collectives import split_axes
-from partir.graph import collective_name, is_collective, operands, results_of, tensor_of
+from partir.graph import collective_name, operands, results_of, tensor_of
 from partir.hardware import Hardware, Pace, load_hardware
 from partir.mesh import Mesh
-from partir.overlap import start_early_wait_late
+from partir.overlap import as_run
 from partir.program import Program
 from partir.records import Stage, message_of
 from partir.work import is_work, node_bytes, node_flops
@@ -181,8 +182,7 @@ def _together(mesh: Mesh, axes: tuple[str, ...], unit: int | None) -> int:
 
 
 def _fewest(offsets: list[int], first: int, unit: int) -> int:
-    places = [(first + offset) // unit for offset in offsets]
-    return min(places.count(place) for place in set(places))
+    return min(Counter((first + offset) // unit for offset in offsets).values())
 
 
 def node_times(program: Program, hardware: str | Path | Hardware) -> tuple[NodeTime, ...]:
@@ -225,33 +225,6 @@ def _stages(program: Program, hardware: str | Path | Hardware) -> list[Clock]:
     return clocks
 
 
-def as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
-    """Yield the calls of a graph in the order in which the runtime makes them, each message a start and a wait."""
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    for node in list(graph.nodes):
-        if is_collective(node) and message_of(node, mesh)[1]:
-            _split_message(graph, node)
-    graph.eliminate_dead_code()
-    start_early_wait_late(graph)
-    yield from (node for node in graph.nodes if node.op == "call_function")
-
-
-def _split_message(graph: Graph, start: Node) -> None:
-    """Before: ``%g = all_gather(%x)``. After: ``%g = all_gather(%x)  %wait = wait(%g)``, read in its place."""
-    with graph.inserting_after(start):
-        wait = graph.call_function(_wait)
-    start.replace_all_uses_with(wait)
-    wait.args = (start,)
-    wait.meta = {**start.meta, "message": "wait"}
-    start.meta = {**start.meta, "message": "start"}
-
-
-def _wait(message: Any) -> Any:
-    """Stand for a wait in a graph that is timed and never run."""
-    return message
-
-
 class Clock:
     """Plays one stage against its streams: call `start`, `wait` and `compute` in the order in which a rank does them.
 
@@ -263,7 +236,8 @@ class Clock:
     """
 
     def __init__(self, hardware: Hardware, mesh: Mesh, stage: Stage, now: float) -> None:
-        self.hardware, self.mesh, self.stage = hardware, mesh, stage
+        self.hardware, self.mesh = hardware, mesh
+        self.stage: Stage = stage
         self.began = self.now = now
         self.exposed = 0.0
         self.times: list[NodeTime] = []

@@ -18,7 +18,8 @@ import partir
 from partir.errors import HardwareError
 from partir.hardware import Efficiency, Hardware, Link, Pace, load_hardware
 from partir.mesh import Mesh
-from partir.timing import COMPUTE, NodeTime, _as_run, _together, collective_seconds, compute_seconds, link_level, node_times, step_seconds
+from partir.overlap import as_run
+from partir.timing import COMPUTE, NodeTime, _together, collective_seconds, compute_seconds, link_level, node_times, step_seconds
 from tests.planned import gpt_plan, mlp_plan
 
 NODE, NETWORK = Pace(1e-6, 1e10, 2e-6), Pace(1e-5, 1e9, 2e-6)
@@ -196,7 +197,7 @@ def test_the_order_is_the_runtime_s() -> None:
         assert graph is not None
         bound = bind_collectives(graph, stage, Groups(program.mesh, torch.device("cpu")), transport)
         ran = [_step(node) for node in bound.graph.nodes if node.op == "call_function"]
-        timed = [_step(node) for node in _as_run(graph, program.mesh)]
+        timed = [_step(node) for node in as_run(graph, program.mesh)]
         assert [s for s in timed if s] == [s for s in ran if s]
         assert any(now[0] == "start" and then != ("wait", now[1]) for now, then in itertools.pairwise(timed))
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 
 class _Anything(type):
@@ -25,7 +25,9 @@ class _Anything(type):
 
 
 class _StandIn(ModuleType):
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -38,7 +40,7 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.util.spec_from_loader(name, _Finder) if name.split(".")[0] == "torchvision" else None
+        return importlib.util.spec_from_loader(name, cast(Any, _Finder)) if name.split(".")[0] == "torchvision" else None
 
     @staticmethod
     def create_module(spec: Any) -> ModuleType:
@@ -54,11 +56,11 @@ def _stand_in() -> Generator[None]:
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return
-    sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+    sys.meta_path.append(_Finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(_Finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(_Finder)
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
 

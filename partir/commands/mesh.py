@@ -49,8 +49,10 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
 def _mesh(options: argparse.Namespace) -> int:
     model = load_model(options)
     say = _say if sys.stderr.isatty() else None
-    chosen = {"memory": options.memory, "hardware": options.hardware, "by": options.by, "progress": say}
-    found = suggest_mesh(model.module, options.ranks, model.args, model.kwargs, **chosen)
+    memory, hardware, by = options.memory, options.hardware, options.by
+    found = suggest_mesh(
+        model.module, options.ranks, model.args, model.kwargs, memory=memory, hardware=hardware, by=by, progress=say
+    )
     if options.json:
         print_json({"by": found.by, "ranked": [asdict(one) for one in found.ranked], "rejected": [asdict(one) for one in found.rejected]})
     else:

@@ -95,14 +95,16 @@ def _import_file(file: Path) -> Any:
 
 
 def _checked(text: str, made: Any) -> Model:
-    parts = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+    parts: list[Any] = list(cast("tuple[Any, ...]", made)) if isinstance(made, tuple) else [made]
     if not 2 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        raise PartirError(f"{text} returned {type(made).__name__}; expected (module, example inputs) or (module, inputs, keyword inputs).")
-    inputs = cast("tuple[Any, ...]", tuple(parts[1]) if isinstance(parts[1], (tuple, list)) else (parts[1],))
-    kwargs = parts[2] if len(parts) == 3 else {}
+        got = type(cast(object, made)).__name__
+        raise PartirError(f"{text} returned {got}; expected (module, example inputs) or (module, inputs, keyword inputs).")
+    given: Any = parts[1]
+    inputs: list[Any] = list(cast("list[Any]", given)) if isinstance(given, (tuple, list)) else [given]
+    kwargs: Any = parts[2] if len(parts) == 3 else {}
     if not isinstance(kwargs, dict):
         raise PartirError(f"{text}: keyword inputs are a dict of names, got {type(kwargs).__name__}.")
-    return Model(parts[0], inputs, cast("dict[str, Any]", kwargs))
+    return Model(parts[0], tuple(inputs), cast("dict[str, Any]", kwargs))
 
 
 def from_config(path: Path, batch: int, seq: int | None, dtype: str, device: str = "meta") -> Model:

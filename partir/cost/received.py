@@ -66,7 +66,8 @@ def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> Any:
         return (n - 1) * held / n
     if op == "all_reduce":
         return 2 * (n - 1) * sympy.ceiling(held / n)
-    return held * sympy.Piecewise((1, sympy.Gt(n, 1)), (0, True))
+    moved: Any = sympy.Piecewise((1, sympy.Gt(n, 1)), (0, True))
+    return held * moved
 
 
 def total(received: Iterable[Received]) -> sympy.Expr:

@@ -19,11 +19,12 @@ from partir.graph import collective_name
 from partir.hardware import Hardware
 from partir.layout import Dim, Layout
 from partir.mesh import Mesh
+from partir.overlap import as_run
 from partir.pads import Pad
 from partir.program import Program
 from partir.records import Stage, message_of
 from partir.subdims import Sizes, SubDim
-from partir.timing import Clock, as_run
+from partir.timing import Clock
 from partir.work import is_work
 
 if TYPE_CHECKING:

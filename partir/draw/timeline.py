@@ -12,11 +12,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from partir.draw.write import write_atomically
-from partir.errors import PartirError
+from partir.errors import PartirError, source_line
+from partir.hardware import Hardware
 from partir.mesh import AXES
+from partir.printer import op_text, type_text
+from partir.timing import node_times
+
+if TYPE_CHECKING:
+    from partir.plans import Plan
 
 COMPUTE = "compute"
 RANK = 0  # the process that the trace shows: one rank stands for all
@@ -60,6 +66,21 @@ def timeline_events(events: Iterable[Event], path: str | Path, title: str = "one
     rows = _rows(listed)
     trace = {"displayTimeUnit": "ns", "traceEvents": [*_names(rows, title), *(_trace_event(event, rows) for event in _in_order(listed))]}
     write_atomically(Path(path), (json.dumps(trace, indent=1) + "\n").encode())
+
+
+def timeline_of(plan: Plan, hardware: str | Path | Hardware) -> list[Event]:
+    """Return an event for each node of a plan's step, with the times that `partir.timing` predicts."""
+    program = plan.program
+    graphs = {"forward": program.forward, "backward": program.backward}
+    nodes = {(stage, node.name): node for stage, module in graphs.items() if module is not None for node in module.graph.nodes}
+    reasons = {(one.stage, one.node): one.reason for one in plan.collectives}
+    events: list[Event] = []
+    for time in node_times(program, hardware):
+        node = nodes[(time.stage, time.name)]
+        facts: dict[str, str | int | float] = {"op": op_text(node), "layout": type_text(node), "bytes": time.bytes, "flops": time.flops}
+        facts |= {"reason": reasons.get((time.stage, time.name), str(node.meta.get("reason", ""))), "line": source_line(node.meta)}
+        events.append(Event(time.name, time.stage, time.row, time.start, time.seconds, facts))
+    return events
 
 
 def _check(event: Event) -> None:
