@@ -55,7 +55,7 @@ def run_passes(model: nn.Module, args: Sequence[Any], sizes: Sequence[int], **op
     def stop(*args: Any) -> None:
         raise _Enough
 
-    with mock.patch.object(pipeline._Run, "pass_", record), mock.patch.object(pipeline, "differentiate", stop):
+    with mock.patch.object(pipeline._Run, "pass_", record), mock.patch.object(pipeline, "join", stop):
         try:
             compile_model(model, args, sizes, **options)
         except _Enough:
