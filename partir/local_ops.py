@@ -108,6 +108,17 @@ def masked_index_select(x: Tensor, dim: int, index: Tensor, axes: str, size: int
     return torch.index_select(x, dim, row).masked_fill(~held.view(shape), 0)
 
 
+def masked_index(x: Tensor, ids: Tensor, axes: str, size: int) -> Tensor:
+    """`x[ids]` where dim 0 is split over `axes`: a pending sum over them, `[*ids.shape, *x.shape[1:]]`.
+
+    Args:
+        x: this rank's block; dim 0 holds `size / group` of the whole dim's elements.
+        ids: global indices of any shape, whole along `axes`; negative ones count from the end, outside `-size..size-1` an IndexError.
+    """
+    from_start = torch.where((ids < 0) & (ids >= -size), ids + size, ids).flatten()
+    return masked_index_select(x, 0, from_start, axes, size).reshape([*ids.shape, *x.shape[1:]])
+
+
 def mask_pads(x: Tensor, dim: int, pad: tuple[int, int, int], layout_text: str) -> Tensor:
     """Return this rank's block of `x` with zeros in a pad.
 

@@ -25,7 +25,6 @@ from partir.graph import is_call, is_collective, layout_of, layouts_of, operands
 from partir.layout import Layout
 from partir.mesh import Mesh, use_mesh
 from partir.pads import natural_size
-from partir.passes.factorise_dims import bind
 from partir.passes.torch_ops import VIEWS
 from partir.rules import Binding
 from partir.subdims import axes_of
@@ -78,15 +77,14 @@ class _Localizer:
         node.args, node.kwargs = with_attributes(node, node.args, node.kwargs, changed)
 
     def _lookup(self, node: Node, binding: Binding) -> bool:
-        """Shift the ids to this rank's part and mask the rest, where the table is really split."""
+        """Shift the ids to this rank's part and mask the rest, where the table is really split or has pads."""
         ids, table, factor = binding.index[0]
         held = layout_of(operands(node)[table])
         dim = next(d for d, names in enumerate(binding.operands[table]) if factor in names)
         axes = tuple(a for a in held.dims[dim].all_axes if self.mesh[a] > 1)
         size = natural_size(held.dims[dim].size, node.meta.get("pads", {}).get(factor, ()))
-        if not axes:
-            self._check_index(node, ids, size, held.dims[dim].size)
-            return False
+        if not axes and size == held.dims[dim].size:
+            return False  # of a whole dim with pads, an id behind the real rows would find a copy of the last one
         make = _LOOKUPS.get(str(cast(Any, node.target)._schema.name))
         if make is None:
             raise RuleError(f"{source_line(node.meta)}: {node.target} has no lookup on a split dim; whole {factor} in its rule.")
@@ -94,17 +92,6 @@ class _Localizer:
         function, args = make(binding, read[table], read[ids], ".".join(axes), dim, size)
         self._replace(node, function, args, {})
         return True
-
-    def _check_index(self, node: Node, ids: int, size: int, padded: int) -> None:
-        """An id behind the real rows would find a copy of the last one instead of an error."""
-        if size == padded:
-            return
-        index = operands(node)[ids]
-        with self.graph.inserting_before(node):
-            checked = self.graph.call_function(torch.ops.partir_local.check_index.default, (index, size))
-        checked.meta = dict(index.meta)
-        checked.meta["binding"] = bind(checked)
-        node.replace_input_with(index, checked)
 
     def _offset(self, node: Node, binding: Binding) -> bool:
         """Let an op that counts from the start of a dim count from where this rank's part begins."""
@@ -159,7 +146,11 @@ def _index_select(binding: Binding, table: Node, ids: Node, axes: str, dim: int,
     return local_ops.masked_index_select, (table, dim, ids, axes, size)
 
 
-_LOOKUPS = {"aten::embedding": _embedding, "aten::gather": _gather, "aten::index_select": _index_select}
+def _index(binding: Binding, table: Node, ids: Node, axes: str, dim: int, size: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return local_ops.masked_index, (table, ids, axes, size)
+
+
+_LOOKUPS = {"aten::embedding": _embedding, "aten::gather": _gather, "aten::index_select": _index_select, "aten::index": _index}
 
 
 def _attention(

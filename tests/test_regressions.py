@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import partir
-from partir.errors import PartirError
+from partir import rules
+from partir.errors import PartirError, RuleError
 
 
 class SharedLayer(nn.Module):
@@ -147,3 +148,51 @@ def test_a_factorisation_beside_complex_numbers() -> None:
             return torch.linalg.cholesky(y @ y.mT + 6 * torch.eye(6)), torch.fft.rfft(y, dim=1).abs()
 
     assert partir.verify(Both(), (3, 2, 1), torch.randn(6, 6)).worst < 1e-10
+
+
+class TakenFlat(nn.Module):
+    """Numbers taken from a matrix as if it were one row."""
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return torch.take_along_dim(x.sin(), at)
+
+
+@pytest.mark.parametrize("split", ["f[m@x, n]", "f[m, n@x]"])
+def test_taking_from_a_flattened_matrix(split: str) -> None:
+    """Ids that number two dims at once were looked up in one rank's part of the second."""
+    x, at = torch.randn(6, 6, dtype=torch.float64), torch.randint(36, (6, 2))
+    model = partir.parallelize(TakenFlat(), (3, 1, 1), pin={"x": split})
+    assert torch.equal(model(x, at), torch.take_along_dim(x.sin(), at))
+
+
+def test_a_rule_whose_ids_number_several_dims_does_not_serve() -> None:
+    """`c` is one dim where `dim` says which, and every dim where it is None."""
+    text = "op aten.take_along_dim(x[... c@dim ...], at[... e@dim ...], dim) -> y[... e@dim ...]\n    index at into c\n    sum c\n"
+    rule = rules.parse_rules(text)["aten.take_along_dim"]
+    x, at = torch.randn(6, 6), torch.zeros(6, 6, dtype=torch.int64)
+    assert rule.bind((x, at, 1), {}, x).index == ((1, 0, "c"),)
+    with pytest.raises(RuleError, match="`index at into c`: ids number one dim, and c stands for 2 here"):
+        rule.bind((x, at, None), {}, x.flatten())
+
+
+class RowsFromTheEnd(nn.Module):
+    """A table read by `[...]`, some rows counted from the end, and used as a head."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(rows, 8, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table[ids].sum(0) @ self.table.T
+
+
+@pytest.mark.parametrize("rows", [8, 37])
+def test_negative_rows_of_a_split_or_padded_table(rows: int) -> None:
+    """Rows counted from the end of a padded table were an error about an index out of range."""
+    ids = torch.tensor([[0, -1, 3, -6, 5, 2], [1, 1, -2, 4, 0, -rows]])
+    for mesh in ((1, 4, 1), (2, 1, 3)):
+        assert partir.verify(RowsFromTheEnd(rows), mesh, ids).worst < 1e-10
+    model = partir.parallelize(RowsFromTheEnd(rows), (1, 4, 1))
+    for bad in (rows, -rows - 1):
+        with pytest.raises(IndexError, match=f"index {bad} is out of (range|bounds)"):
+            model(ids.masked_fill(ids == 0, bad))

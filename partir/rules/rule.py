@@ -203,7 +203,10 @@ class _Binder:
     def _index(self, operands: Sequence[Any]) -> list[tuple[int, int, str]]:
         found: list[tuple[int, int, str]] = []
         for clause in self._of(sx.Index):
-            for factor in sorted(self._known((clause.factor,))):
+            factors = sorted(self._known((clause.factor,)))
+            if len(factors) > 1:
+                raise Mismatch(f"`{clause}`: ids number one dim, and {clause.factor} stands for {len(factors)} here")
+            for factor in factors:
                 ids = self._places(clause.operand)
                 tables = [place for place, dims in enumerate(operands) if any(factor in dim for dim in dims)]
                 found += [(ids[0], table, factor) for table in tables[:1] if ids]
