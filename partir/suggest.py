@@ -39,7 +39,7 @@ from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
-ESTIMATE = 0.15  # how far an estimate may be off
+ESTIMATES = {"time": 0.35, "bytes": 0.05, "memory": 0.15}  # how far an estimate may be off: small models wait for launches
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
 
@@ -129,9 +129,9 @@ def _fitting(found: Sequence[Suggestion], budget: float, by: str) -> list[Sugges
 
 def _unsure(found: Sequence[Suggestion], budget: float, by: str, sure: int | None) -> Suggestion | None:
     """Return an estimate that matters: among the best, perhaps the best, or so near to the budget that it may fit or not."""
-    near = [one for one in found if not one.exact and not one.why and abs(one.memory / budget - 1) < ESTIMATE]
+    near = [one for one in found if not one.exact and not one.why and abs(one.memory / budget - 1) < ESTIMATES["memory"]]
     ranked = _fitting(found, budget, by)
-    perhaps = [one for one in ranked if getattr(one, KEYS[by]) * (1 - ESTIMATE) < getattr(ranked[0], KEYS[by])]
+    perhaps = [one for one in ranked if getattr(one, KEYS[by]) * (1 - ESTIMATES[by]) < getattr(ranked[0], KEYS[by])]
     return next((one for one in [*ranked[:sure], *perhaps, *near] if not one.exact), None)
 
 
