@@ -129,15 +129,15 @@ class _Stage:
     def _storage(self, node: Node) -> Storage:
         """Return the call, and which of its results, whose memory a node looks at."""
         while True:
-            if is_getitem(node) and not self._is_other_name(cast(Node, node.args[0])):
-                return cast(Node, node.args[0]).name, cast(int, node.args[1])
+            if is_getitem(node) and not self._is_other_name(_whole(node)):
+                return _whole(node).name, cast(int, node.args[1])
             if not self._is_other_name(node):
                 return node.name, 0
             node = node.all_input_nodes[0]
 
     def _is_other_name(self, node: Node) -> bool:
         if is_getitem(node):
-            return self._is_other_name(cast(Node, node.args[0]))
+            return self._is_other_name(_whole(node))
         return is_same(node, self.mesh) if is_collective(node) else _is_view(node)
 
 
@@ -158,6 +158,11 @@ def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
         change[block.dies + 2] -= amount
     held = np.cumsum(change, axis=0)
     return held.max(axis=0), held.argmax(axis=0) - 1
+
+
+def _whole(item: Node) -> Node:
+    """Return the call of several results of which ``item`` is one."""
+    return cast(Node, item.args[0])
 
 
 def _is_view(node: Node) -> bool:

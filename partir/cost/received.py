@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 from partir.cost.monomial import Monomial, Values, symbol
@@ -55,7 +54,7 @@ def _elements(op: str, held: Any, n: Any) -> Any:
         return (n - 1) * (held // n)
     if op == "all_reduce":
         return 2 * (n - 1) * -(-held // n)
-    return np.where(n > 1, held, 0) if isinstance(n, np.ndarray) else held * (n > 1)
+    return held * (n > 1)
 
 
 def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> Any:
