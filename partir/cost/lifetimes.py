@@ -182,5 +182,5 @@ def _looks(node: Node) -> bool:
 
 
 def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
-    value = cast(Any, node.meta["val"])
+    value = node.meta["val"]
     return (value,) if isinstance(value, torch.Tensor) else tuple(one for one in value if isinstance(one, torch.Tensor))

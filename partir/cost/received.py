@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
@@ -65,7 +65,7 @@ def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> Any:
         return (n - 1) * held / n
     if op == "all_reduce":
         return 2 * (n - 1) * sympy.ceiling(held / n)
-    return held * sympy.Piecewise((1, sympy.Gt(n, 1)), (0, True))
+    return held * cast(Any, sympy).Piecewise((1, sympy.Gt(n, 1)), (0, True))
 
 
 def total(received: Iterable[Received]) -> sympy.Expr:
