@@ -78,7 +78,13 @@ def _verify(options: argparse.Namespace) -> int:
     model = load_model(options, device="cpu")
     try:
         report = verify(
-            model.module, parse_mesh(options.mesh), model.args, dict(model.kwargs), memory=options.memory, tolerance=options.tolerance
+            model.module,
+            parse_mesh(options.mesh),
+            model.args,
+            dict(model.kwargs),
+            memory=options.memory,
+            tolerance=options.tolerance,
+            rules=options.rules or None,
         )
     except VerifyError as error:
         print(f"partir: {error}", file=sys.stderr)

@@ -28,7 +28,10 @@ def parse_mesh(text: str) -> Any:
     """Return what `Mesh.parse` takes."""
     try:
         if "=" in text:
-            return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+            named = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
+            if len(dict(named)) < len(named):
+                raise PartirError(f"--mesh {text!r} names an axis twice.")
+            return dict(named)
         return tuple(int(size) for size in text.replace("x", ",").split(","))
     except ValueError:
         raise PartirError(f'--mesh {text!r}: write sizes, "4,4,4", or names, "x=8,y=2".') from None

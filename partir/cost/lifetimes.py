@@ -129,15 +129,15 @@ class _Stage:
     def _storage(self, node: Node) -> Storage:
         """Return the call, and which of its results, whose memory a node looks at."""
         while True:
-            if is_getitem(node) and not self._is_other_name(cast(Node, node.args[0])):
-                return cast(Node, node.args[0]).name, cast(int, node.args[1])
+            if is_getitem(node) and not self._is_other_name(_whole(node)):
+                return _whole(node).name, cast(int, node.args[1])
             if not self._is_other_name(node):
                 return node.name, 0
             node = node.all_input_nodes[0]
 
     def _is_other_name(self, node: Node) -> bool:
         if is_getitem(node):
-            return self._is_other_name(cast(Node, node.args[0]))
+            return self._is_other_name(_whole(node))
         return is_same(node, self.mesh) if is_collective(node) else _is_view(node)
 
 
@@ -160,6 +160,11 @@ def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
     return held.max(axis=0), held.argmax(axis=0) - 1
 
 
+def _whole(item: Node) -> Node:
+    """Return the call of several results of which ``item`` is one."""
+    return cast(Node, item.args[0])
+
+
 def _is_view(node: Node) -> bool:
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return False
@@ -177,5 +182,5 @@ def _looks(node: Node) -> bool:
 
 
 def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
-    value: Any = node.meta["val"]
+    value = node.meta["val"]
     return (value,) if isinstance(value, torch.Tensor) else tuple(one for one in value if isinstance(one, torch.Tensor))

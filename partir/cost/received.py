@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 from partir.cost.monomial import Monomial, Values, symbol
@@ -55,7 +54,7 @@ def _elements(op: str, held: Any, n: Any) -> Any:
         return (n - 1) * (held // n)
     if op == "all_reduce":
         return 2 * (n - 1) * -(-held // n)
-    return np.where(n > 1, held, 0) if isinstance(n, np.ndarray) else held * (n > 1)
+    return held * (n > 1)
 
 
 def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> Any:
@@ -66,7 +65,7 @@ def _in_symbols(op: str, part: Monomial, n: sympy.Expr) -> Any:
         return (n - 1) * held / n
     if op == "all_reduce":
         return 2 * (n - 1) * sympy.ceiling(held / n)
-    return held * cast(Any, sympy).Piecewise((1, cast(Any, sympy).Gt(n, 1)), (0, True))
+    return held * cast(Any, sympy).Piecewise((1, sympy.Gt(n, 1)), (0, True))
 
 
 def total(received: Iterable[Received]) -> sympy.Expr:

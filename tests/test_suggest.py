@@ -1,0 +1,116 @@
+"""Choosing a mesh: suggestions against plans compiled for their meshes, folded layers, budgets and orders."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import partir
+from examples.models.gpt import GPT, GPTConfig
+from partir.errors import PartirError
+from partir.passes.fold_layers import fold_layers
+from partir.passes.trace import trace
+from partir.suggest import factorisations
+from partir.suggestions import Suggestions
+
+
+def gpt(num_layers: int = 5, vocabulary: int = 64, heads: int = 4) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    with torch.device("meta"):
+        config = GPTConfig(vocab_size=vocabulary, block_size=16, num_layers=num_layers, num_heads=heads, hidden=8 * heads)
+        ids = torch.zeros(8, 16, dtype=torch.long)
+        return GPT(config), (ids,), {"labels": ids.clone()}
+
+
+@lru_cache
+def suggested() -> Suggestions:
+    model, args, kwargs = gpt()
+    return partir.suggest_mesh(model, 4, args, kwargs, by="bytes", axes=("x", "y", "z"), sure=None)
+
+
+def test_every_mesh_is_there_in_both_modes() -> None:
+    found = {(one.mesh, one.mode) for one in suggested()}
+    assert found == {(mesh.sizes, mode) for mesh in factorisations(4, ("x", "y", "z")) for mode in ("low", "fast")}
+    assert all(one.exact for one in suggested())
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (4, 1, 1), (1, 4, 1)])
+def test_bytes_and_memory_are_those_of_the_plan_with_all_its_layers(mesh: tuple[int, ...]) -> None:
+    model, args, kwargs = gpt()
+    for one in suggested():
+        if one.mesh == mesh:
+            plan = partir.plan(model, mesh, args, kwargs, memory=one.mode)
+            assert one.bytes == plan.bytes()
+            assert one.memory == pytest.approx(plan.cost().peak_memory(), rel=0.1)
+
+
+def test_sizes_that_nothing_divides_are_padded_as_the_plan_pads_them() -> None:
+    model, args, kwargs = gpt(num_layers=1, vocabulary=37, heads=6)
+    found = partir.suggest_mesh(model, 4, args, kwargs, by="bytes", axes=("y", "z"), modes=("low",), sure=None)
+    for one in found:
+        assert one.bytes == partir.plan(model, one.mesh, args, kwargs).bytes()
+
+
+def test_the_order_is_that_of_what_is_asked_for() -> None:
+    received = [one.bytes for one in suggested()]
+    assert received == sorted(received)
+    assert suggested()[0].bytes < suggested()[-1].bytes
+
+
+def test_a_budget_rejects_and_says_why() -> None:
+    memory = sorted(one.memory for one in suggested())
+    model, args, kwargs = gpt()
+    chosen: dict[str, Any] = {"axes": ("y",), "modes": ("low", "fast"), "sure": None}
+    both = partir.suggest_mesh(model, 4, args, kwargs, **chosen)
+    small, large = sorted(one.memory for one in both)
+    found = partir.suggest_mesh(model, 4, args, kwargs, memory=(small + large) // 2, **chosen)
+    assert [one.memory for one in found] == [small]
+    assert [one.memory for one in found.rejected] == [large]
+    assert "more than" in found.rejected[0].why and "rejected" in str(found)
+    with pytest.raises(PartirError, match=r'fits into 1 kB a rank: the closest is mesh=\(1, 4, 1\), memory="low" with .* Give more'):
+        partir.suggest_mesh(model, 4, args, kwargs, memory="1kB", **chosen)
+    assert memory[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"by": "luck"}, "by='luck'"),
+        ({"axes": ("w",)}, "axes=.*'w'"),
+        ({"modes": ("slow",)}, "slow"),
+        ({"memory": "much"}, 'write "40GB"'),
+        ({"hardware": "abacus"}, "abacus"),
+    ],
+)
+def test_what_means_nothing_is_refused(more: dict[str, Any], message: str) -> None:
+    model, args, kwargs = gpt(num_layers=1)
+    with pytest.raises(PartirError, match=message):
+        partir.suggest_mesh(model, 4, args, kwargs, **more)
+
+
+def test_layers_that_repeat_are_left_out() -> None:
+    traced = trace(*gpt(num_layers=6))
+    folded = fold_layers(traced)
+    assert folded.counts == {"blocks.2": 3}
+    assert len(folded.traced.graph_module.graph.nodes) < len(traced.graph_module.graph.nodes)
+    kept = [slot.name for slot in folded.traced.slots if slot.name.endswith("fc1.weight")]
+    assert kept == [f"blocks.{number}.mlp.fc1.weight" for number in range(4)]
+
+
+def test_layers_that_differ_are_kept() -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=number % 2 == 0) for number in range(6)))
+    traced = trace(nn.Sequential(layers), (torch.zeros(4, 8),))
+    assert fold_layers(traced).traced is traced
+
+
+def test_a_product_on_its_best_mesh_is_at_the_bound() -> None:
+    model = nn.Linear(4096, 16384, bias=False, device="meta")
+    with torch.no_grad():
+        plan = partir.plan(model, (4, 8, 2), torch.empty(8192, 4096, device="meta"), outputs="sharded")
+        cube = partir.plan(model, (4, 4, 4), torch.empty(8192, 4096, device="meta"), outputs="sharded")
+    assert plan.limit().ratio == pytest.approx(1.0)
+    assert plan.limit().products[0].best == (4, 8, 2)
+    assert cube.limit().ratio == pytest.approx(1.235, abs=1e-3)
