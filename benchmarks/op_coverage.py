@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 import sys
 import time
@@ -18,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 from benchmarks.opinfo import Split, database, samples_of, splits_of
 from benchmarks.opinfo_trial import Outcome, expect, try_sample
 
+HANGS = 600  # seconds that one split may take, beyond the time for an op
 VERDICTS = {
     "blocks": "right, and at least one split computes in blocks",
     "whole": "right, but every split computes on whole tensors",
@@ -82,6 +85,34 @@ def try_op(name: str, most: int, seconds: int, dtensor: bool) -> Row:
             if theirs[-1].verdict == "drawn" or theirs[-1].share < 1:
                 break
     return Row(name, len(pairs), summary(mine), summary(theirs))
+
+
+def try_apart(name: str, most: int, seconds: int, dtensor: bool) -> Row:
+    """Try one op in a process of its own, a copy of this one: a rank of DTensor that never ends is a thread that nothing can stop.
+
+    Arguments as for `try_op`. A process that dies, or does not answer in time, is a crash.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, name, most, seconds, dtensor))
+    child.start()
+    sender.close()
+    try:
+        row = receiver.recv() if receiver.poll(HANGS + 2 * seconds) else _crashed(name, "the process did not end")
+    except EOFError:
+        child.join()
+        row = _crashed(name, f"the process ended with {child.exitcode}")
+    child.kill()
+    child.join()
+    return row
+
+
+def _answer(sender: Connection, name: str, most: int, seconds: int, dtensor: bool) -> None:
+    sender.send(try_op(name, most, seconds, dtensor))
+
+
+def _crashed(name: str, reason: str) -> Row:
+    return Row(name, 0, Tried("crashed", {"crashed": 1}, reason=reason), Tried("not tried"))
 
 
 def summary(outcomes: Sequence[Outcome]) -> Tried:
@@ -155,9 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     kept: dict[str, Row] = _read(options.results) if options.ops else {}
     names = options.ops or list(database())
+    try_op("abs", 1, options.seconds, False)  # what the first op loads, the copies of this process have
     for number, name in enumerate(names):
         start = time.perf_counter()
-        row = kept[name] = try_op(name, options.samples, options.seconds, not options.no_dtensor)
+        row = kept[name] = try_apart(name, options.samples, options.seconds, not options.no_dtensor)
         seconds = time.perf_counter() - start
         verdicts = f"{row.partir.verdict} {row.partir.counts}, DTensor {row.dtensor.verdict}"
         print(f"{number + 1}/{len(names)} {name}: {verdicts}, {seconds:.1f} s", flush=True)

@@ -104,8 +104,7 @@ def alpha_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Return x with entries set to SELU's negative limit, rescaled to keep mean and variance."""
     if not train or p == 0.0:
         return x
-    kept = torch.dropout(torch.ones_like(x), p, True) * (1.0 - p)
-    return _alpha(x, kept, p)
+    return _alpha(x, torch.ones_like(x), p)
 
 
 def feature_alpha_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -113,10 +112,14 @@ def feature_alpha_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0.0:
         return x
     ones = torch.ones([*x.shape[:2], *[1] * (x.dim() - 2)], dtype=x.dtype, device=x.device)
-    return _alpha(x, torch.dropout(ones, p, True) * (1.0 - p), p)
+    return _alpha(x, ones, p)
 
 
-def _alpha(x: Tensor, kept: Tensor, p: float) -> Tensor:
+def _alpha(x: Tensor, ones: Tensor, p: float) -> Tensor:
+    """Drop where a dropout of `ones` does: what is dropped becomes SELU's negative limit; where all is, 0."""
+    if p == 1.0:
+        return x * 0.0
+    kept = torch.dropout(ones, p, True) * (1.0 - p)
     alpha = 1.7580993408473766
     a = 1.0 / math.sqrt((alpha * alpha * p + 1.0) * (1.0 - p))
     return x * (kept * a) + ((kept - 1.0) * (alpha * a) + alpha * a * p)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.op_coverage import Row, summary, table, try_op
+from benchmarks import op_coverage
+from benchmarks.op_coverage import Row, summary, table, try_apart, try_op
 from benchmarks.opinfo import Split, database, samples_of, splits_of
 from benchmarks.opinfo_trial import Outcome, expect, try_sample
 from partir import rules
@@ -87,3 +91,20 @@ def test_the_table_counts_verdicts() -> None:
     assert (row.partir.verdict, row.dtensor.verdict, row.partir.share) == ("blocks", "blocks", 0.5)
     text = table([row, Row("never", 0, summary([]), summary([Outcome("wrong", "why")]))])
     assert "| blocks | 1 | 1 |" in text and "| wrong | 0 | 1 |" in text and "| never | 0 | not tried |" in text
+
+
+def test_an_op_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_apart("sinh", 1, 30, False) == try_op("sinh", 1, 30, False)
+
+    def die(*_: Any) -> None:
+        os._exit(3)
+
+    def hang(*_: Any) -> None:
+        threading.Event().wait(60)
+
+    monkeypatch.setattr(op_coverage, "try_op", die)
+    died = try_apart("sinh", 1, 0, False).partir
+    assert (died.verdict, died.reason) == ("crashed", "the process ended with 3")
+    monkeypatch.setattr(op_coverage, "HANGS", 0)
+    monkeypatch.setattr(op_coverage, "try_op", hang)
+    assert try_apart("sinh", 1, 0, False).partir.reason == "the process did not end"

@@ -196,3 +196,27 @@ def test_negative_rows_of_a_split_or_padded_table(rows: int) -> None:
     for bad in (rows, -rows - 1):
         with pytest.raises(IndexError, match=f"index {bad} is out of (range|bounds)"):
             model(ids.masked_fill(ids == 0, bad))
+
+
+class Projected(nn.Module):
+    """Columns mixed by random numbers of a size that nothing divides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.randn(3, 2, dtype=x.dtype)
+
+
+def test_random_numbers_of_a_padded_size() -> None:
+    """They were drawn without the pad of the product that reads them: a crash inside the product."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with partir.same_randomness(torch.initial_seed()):
+        expected = Projected()(x)
+    for mesh in ((2, 1, 1), (1, 2, 2), (2, 4, 1)):
+        with partir.same_randomness(torch.initial_seed()):
+            torch.testing.assert_close(partir.parallelize(Projected(), mesh)(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropout", [nn.AlphaDropout(1.0), nn.FeatureAlphaDropout(1.0), nn.Dropout(1.0), nn.Dropout1d(1.0)])
+def test_dropout_that_drops_everything(dropout: nn.Module) -> None:
+    """What it kept was divided by its part, 0."""
+    x = torch.randn(4, 6, 2)
+    assert torch.equal(partir.parallelize(dropout, (2, 2, 1))(x), torch.zeros_like(x))
