@@ -23,7 +23,10 @@ AHEAD = 4
 
 
 def start_early_wait_late(graph: Graph) -> None:
-    """Order the nodes anew: a start once its operands exist, a wait right before its first use, the rest as it was."""
+    """Order the nodes anew: a start once its operands exist, a wait right before its first use, the rest as it was.
+
+    A message that only the end reads (a gradient) is waited for as soon as another wants its place.
+    """
     schedule = _Schedule(graph)
     for node in schedule.before:
         if node.op == "placeholder":
@@ -71,7 +74,7 @@ class _Schedule:
         self._place = {node: index for index, node in enumerate(self.before)}
         self._done: set[Node] = set()
         self._ready: list[tuple[int, Node]] = []
-        self._under_way = 0
+        self._under_way: dict[Node, None] = {}
 
     def need(self, node: Node) -> None:
         """Emit a node, what it waits for before it, and afterwards the starts that may follow."""
@@ -80,8 +83,21 @@ class _Schedule:
         for operand in node.all_input_nodes:
             self.need(operand)
         self.emit(node)
-        while self._ready and self._under_way < AHEAD:
+        while self._ready and (len(self._under_way) < AHEAD or self._finish_a_result()):
             self.emit(heapq.heappop(self._ready)[1])
+
+    def _finish_a_result(self) -> bool:
+        """Wait for the oldest message that nothing but the end of the graph reads: a gradient on its way.
+
+        Else gradients would keep all places to the end: no gather could start early, and what they are made of stayed in memory.
+        """
+        for start in self._under_way:
+            waits = [user for user in start.users if user.meta.get("message") == "wait"]
+            if waits and all(reader.op == "output" for wait in waits for reader in wait.users):
+                for wait in waits:
+                    self.emit(wait)
+                return True
+        return False
 
     def emit(self, node: Node) -> None:
         """Append a node whose operands are there."""
@@ -89,7 +105,10 @@ class _Schedule:
             return
         self._done.add(node)
         self.order.append(node)
-        self._under_way += {"start": 1, "wait": -1}.get(str(node.meta.get("message")), 0)
+        if node.meta.get("message") == "start":
+            self._under_way[node] = None
+        elif node.meta.get("message") == "wait":
+            self._under_way.pop(node.all_input_nodes[0], None)
         for user in node.users:
             if user.meta.get("message") == "start" and all(operand in self._done for operand in user.all_input_nodes):
                 heapq.heappush(self._ready, (self._place[user], user))
