@@ -33,6 +33,7 @@ def test_50_random_programs(drawn: Drawn) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # 16 minutes of an idle core
 @given(programs())
 @settings(max_examples=500, deadline=None, suppress_health_check=SLOW, print_blob=True, phases=WITHOUT_SHRINKING)
 def test_500_random_programs(drawn: Drawn) -> None:
