@@ -132,6 +132,7 @@ def _costliest(document: PlanDocument) -> list[str]:
 def _notes(document: PlanDocument) -> list[str]:
     if not document.notes:
         return []
-    shown = [shortened(f"  {note}", WIDTH) for note in document.notes[:MOST_NOTES]]
+    by_weight = sorted(document.notes, key=lambda note: " is padded to " not in note)  # work first, then what is held twice
+    shown = [shortened(f"  {note}", WIDTH) for note in by_weight[:MOST_NOTES]]
     more = len(document.notes) - MOST_NOTES
     return ["notes", *shown, *([f"  ... and {more} more: plan.notes"] if more > 0 else [])]

@@ -170,7 +170,7 @@ def test_the_summary_shows_some_notes_and_the_number_of_the_rest() -> None:
     plan = partir.plan(nn.Sequential(*(nn.Linear(37, 37) for _ in range(3))), (2, 4, 1), torch.empty(6, 37))
     notes = str(plan).partition("\nnotes\n")[2].splitlines()
     assert len(plan.notes) > 3
-    assert [note.strip() for note in notes[:3]] == [note[:118] for note in plan.notes[:3]]
+    assert [note.strip()[:100] for note in notes[:3]] == [note[:100] for note in sorted(plan.notes, key=lambda n: "padded to" not in n)[:3]]
     assert notes[3] == f"  ... and {len(plan.notes) - 3} more: plan.notes"
 
 

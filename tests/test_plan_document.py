@@ -348,7 +348,8 @@ def test_a_plan_with_a_mesh_or_options_that_contradict_it(tmp_path: Path) -> Non
     message = "memory='fast' is given with a plan that has memory='low'. Leave it out, or edit the plan's options."
     with pytest.raises(PlanError, match=re.escape(message)):
         partir.parallelize(model, memory="fast", plan=path)
-    with pytest.raises(MeshError, match=re.escape("mesh None is not understood: give (x, y, z), (data, x, y, z), or plan=, which has")):
+    message = 'mesh None is not understood: give (x, y, z), (data, x, y, z), "auto", or plan=, which has'
+    with pytest.raises(MeshError, match=re.escape(message)):
         partir.parallelize(model)
     with pytest.raises(PartirError, match="a plan is a partir.Plan, a partir.PlanDocument or the path of a saved one, not int."):
         partir.parallelize(model, plan=3)  # pyright: ignore[reportArgumentType]

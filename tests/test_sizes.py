@@ -145,7 +145,9 @@ def test_no_rank_holds_a_whole_row_of_odd_logits() -> None:
 
 def test_the_plan_says_what_is_padded_and_what_it_costs() -> None:
     model, inputs = gpt()
-    text = str(partir.plan(model, (2, 4, 1), (), inputs))
+    plan = partir.plan(model, (2, 4, 1), (), inputs)
+    assert "is padded to" in str(plan) and "more: plan.notes" in str(plan)
+    text = plan.report()
     assert "a dim of 37 is padded to 40: 8.1% more work along it" in text
     assert "a dim of 6 is padded to 8: 33% more work along it" in text
     assert "token_embedding.weight: no dim of" in text and "held 4 times" in text
