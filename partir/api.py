@@ -20,6 +20,7 @@ from partir.options import Options
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
+from partir.signature import positional
 from partir.suggest import automatic_mesh
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def parallelize(
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))
     if example_inputs is not None or example_kwargs is not None:
-        _prepare(model, state, _arguments(example_inputs), dict(example_kwargs or {}))
+        _prepare(model, state, positional(example_inputs), dict(example_kwargs or {}))
     return model
 
 
@@ -118,12 +119,6 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if session is None or session.groups.rank == 0:
             whole[name] = value.cpu()
     return whole
-
-
-def _arguments(example_inputs: Any) -> tuple[Any, ...]:
-    if example_inputs is None:
-        return ()
-    return tuple(cast("tuple[Any, ...]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
 def _distribute(model: nn.Module, state: Parallelized) -> None:

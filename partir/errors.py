@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 
@@ -52,6 +53,13 @@ class UnknownNameError(PartirError, KeyError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)
+
+    @classmethod
+    def of(cls, what: str, name: str, known: Iterable[str]) -> UnknownNameError:
+        """Return the error that nothing of ``what`` is called ``name``, with the closest of the ``known`` names."""
+        close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+        hint = f" Closest: {', '.join(close)}." if close else ""
+        return cls(f"no {what} is called {name!r}.{hint}")
 
 
 class OutOfRangeError(PartirError, IndexError, RuntimeError):

@@ -78,6 +78,14 @@ def collective_name(node: Node) -> str:
     return str(cast(Any, node.target)._schema.name).removeprefix("partir::")
 
 
+def is_view(node: Node) -> bool:
+    """Return whether a call, by its op's schema, only looks at its operand's storage."""
+    if not is_call(node) or not isinstance(cast(object, node.target), OpOverload):
+        return False
+    aliases = [result.alias_info for result in cast(Any, node.target)._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
 def gives_gradient(node: Node) -> bool:
     """Return whether a call's results have gradients where its operands have: all but ``detach``."""
     return not str(node.target).startswith("aten.detach")

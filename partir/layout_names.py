@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from partir.errors import UnknownNameError
+from torch.fx import GraphModule
+
+from partir.errors import UnknownNameError, module_path
 from partir.layout import Layout
+from partir.program import Slot
 
 
 class Layouts(Mapping[str, Layout]):
@@ -17,9 +19,7 @@ class Layouts(Mapping[str, Layout]):
 
     def __getitem__(self, name: str) -> Layout:
         if name not in self._known:
-            close = difflib.get_close_matches(name, self._known, n=3, cutoff=0.4)
-            hint = f" Closest: {', '.join(close)}." if close else ""
-            raise UnknownNameError(f"no parameter, input or value is called {name!r}.{hint}")
+            raise UnknownNameError.of("parameter, input or value", name, self._known)
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -27,3 +27,21 @@ class Layouts(Mapping[str, Layout]):
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+def layouts_by_name(annotated: GraphModule, inputs: Iterable[Slot], aliases: Mapping[str, str]) -> Layouts:
+    """Return the layout at rest of each parameter, input and value.
+
+    Args:
+        annotated: the graph with layouts, sizes global.
+        inputs: the slots of its program.
+        aliases: further names of tied parameters.
+    """
+    nodes = [n for n in annotated.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("layout"), Layout)]
+    paths: dict[str, list[Layout]] = {}
+    for node in nodes:
+        paths.setdefault(module_path(node.meta), []).append(node.meta["layout"])
+    modules = {path: found[0] for path, found in paths.items() if path and len(found) == 1}
+    slots = {slot.name: slot.layout for slot in inputs}
+    tied = {name: slots[first] for name, first in aliases.items() if first in slots}
+    return Layouts({**modules, **{n.name: n.meta["layout"] for n in nodes}, **tied, **slots})

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -214,9 +213,7 @@ class PlanDocument:
             UnknownNameError: nothing is called so.
         """
         if name not in self._by_name:
-            close = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
-            hint = f" Closest: {', '.join(close)}." if close else ""
-            raise UnknownNameError(f"no parameter, input, value or output is called {name!r}.{hint}")
+            raise UnknownNameError.of("parameter, input, value or output", name, self._by_name)
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[PlannedTensor]:

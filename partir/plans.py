@@ -18,16 +18,15 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from partir import rules as rule_files
-from partir.errors import PartirError, module_path
+from partir.errors import PartirError
 from partir.follow_plan import requested
 from partir.hardware import Hardware
-from partir.layout import Layout
-from partir.layout_names import Layouts
+from partir.layout_names import Layouts, layouts_by_name
 from partir.limit import Limit, limit_of
 from partir.mesh import Mesh
 from partir.module import ParallelModule, original_class
@@ -39,6 +38,7 @@ from partir.plan_facts import call_digest, document_of, parameter_types
 from partir.program import Program
 from partir.records import Collective, collectives_of
 from partir.report import report
+from partir.signature import positional
 from partir.timing import StepTime, step_seconds
 
 if TYPE_CHECKING:
@@ -85,18 +85,12 @@ def plan(
     """
     given = Options(memory, vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
     ranks, options, compile_program = requested(model, mesh, plan, given)
-    args, kwargs = _arguments(example_inputs), dict(example_kwargs or {})
+    args, kwargs = positional(example_inputs), dict(example_kwargs or {})
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
         compiled = compile_program(model, args, kwargs, ranks, options)
         leaves, structure = flatten_inputs(args, kwargs)
         call = call_digest(model, leaves, structure.text)
         return Plan(type(model).__name__, options, compiled, _aliases(model), parameter_types(model), call)
-
-
-def _arguments(example_inputs: Any) -> tuple[Any, ...]:
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(cast("tuple[Any, ...]", example_inputs))
-    return () if example_inputs is None else (example_inputs,)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -159,19 +153,7 @@ class Plan:
     @cached_property
     def layouts(self) -> Layouts:
         """The layout at rest of each parameter, input and value, by name."""
-        return Layouts(self._known_layouts())
-
-    def _known_layouts(self) -> dict[str, Layout]:
-        nodes = [n for n in self.compiled.annotated.graph.nodes if isinstance(n.meta.get("layout"), Layout)]
-        values = {n.name: cast(Layout, n.meta["layout"]) for n in nodes if n.op == "call_function"}
-        paths: dict[str, list[Layout]] = {}
-        for node in nodes:
-            if node.op == "call_function":
-                paths.setdefault(module_path(node.meta), []).append(node.meta["layout"])
-        modules = {path: found[0] for path, found in paths.items() if path and len(found) == 1}
-        slots = {slot.name: slot.layout for slot in self.program.inputs}
-        tied = {name: slots[first] for name, first in self.aliases.items() if first in slots}
-        return {**modules, **values, **tied, **slots}
+        return layouts_by_name(self.compiled.annotated, self.program.inputs, self.aliases)
 
     def pinned(self, name: str) -> str | None:
         """Return the pattern of the pin that fixes the layout of ``name``, None where the compiler chose."""

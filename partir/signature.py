@@ -15,6 +15,13 @@ from partir.layout import Dim, Layout, Part, dtype_name
 from partir.mesh import Mesh
 
 
+def positional(example_inputs: Any) -> tuple[Any, ...]:
+    """Return example inputs as positional arguments: a tuple or list is several, None none, anything else one."""
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(cast("tuple[Any, ...]", example_inputs))
+    return () if example_inputs is None else (example_inputs,)
+
+
 def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str:
     """Return the text of all that a compiled program depends on, the same on every rank.
 

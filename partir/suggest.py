@@ -35,6 +35,7 @@ from partir.passes.trace import trace
 from partir.quantities import parse_bytes, spell_bytes
 from partir.records import collectives_of
 from partir.rules.placement import placement
+from partir.signature import positional
 from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
@@ -76,15 +77,11 @@ def suggest_mesh(
     Raises:
         PartirError: nothing fits (the message names what comes closest), or anything that compiling finds.
     """
-    if by not in KEYS:
-        raise PartirError(f"suggest_mesh(by={by!r}): choose from {', '.join(map(repr, KEYS))}.")
-    unknown = [axis for axis in axes if axis not in AXES] + [mode for mode in modes if mode not in MODES]
-    if unknown or ranks < 1:
-        raise PartirError(f"suggest_mesh: ranks={ranks}, axes={tuple(axes)}, modes={tuple(modes)}: {unknown or 'ranks'} is not legal.")
+    _check(ranks, by, axes, modes)
     profile = load_hardware(hardware)
     budget = profile.memory if memory is None else parse_bytes(memory)
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
-        search = Search(model, _arguments(example_inputs), dict(example_kwargs or {}), Options(outputs=outputs), modes, progress)
+        search = Search(model, positional(example_inputs), dict(example_kwargs or {}), Options(outputs=outputs), modes, progress)
         meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
         found = search.run(meshes, profile)
         while unsure := _unsure(found, budget, by, sure):
@@ -95,6 +92,15 @@ def suggest_mesh(
     if not ranked:
         raise PartirError(_nothing_fits(ranks, budget, rejected))
     return Suggestions(tuple(ranked), tuple(rejected), by, len(search.templates))
+
+
+def _check(ranks: int, by: str, axes: Sequence[str], modes: Sequence[str]) -> None:
+    for name, values, legal in (("by", (by,), KEYS), ("axes", axes, AXES), ("modes", modes, MODES)):
+        for value in values:
+            if value not in legal:
+                raise PartirError(f"suggest_mesh: {name} has {value!r}; choose from {', '.join(map(repr, legal))}.")
+    if ranks < 1:
+        raise PartirError(f"suggest_mesh(ranks={ranks}): a mesh has at least one rank.")
 
 
 def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, options: Options) -> Mesh:
@@ -279,9 +285,3 @@ def _smallest(mesh: Mesh) -> Mesh:
 def _tuple(mesh: Mesh) -> tuple[int, ...]:
     sizes = tuple(mesh[axis] for axis in AXES)
     return sizes if sizes[0] > 1 else sizes[1:]
-
-
-def _arguments(example_inputs: Any) -> tuple[Any, ...]:
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(cast("tuple[Any, ...]", example_inputs))
-    return () if example_inputs is None else (example_inputs,)

@@ -9,6 +9,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from partir import graph
+
 GATHERS = frozenset({"all_gather", "all_gather_same", "all_gather_bucket", "broadcast"})
 IDENTITIES = frozenset({"spread", "settle"})
 MOVES = frozenset({"aten::clone", "aten::_to_copy", "aten::cat", "aten::stack", "partir::once", "partir::all_to_all"})
@@ -43,11 +45,7 @@ def is_view(node: Node) -> bool:
         return is_view(operands(node)[0])
     if op_name(node) in _UNSAFE_VIEWS:
         return True
-    target = cast(object, node.target)
-    if not isinstance(target, OpOverload):
-        return False
-    aliases = [result.alias_info for result in target._schema.returns]  # pyright: ignore[reportPrivateUsage]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return graph.is_view(node)
 
 
 def storage_owner(node: Node) -> Node:

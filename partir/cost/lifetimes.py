@@ -21,11 +21,11 @@ from partir.cost.messages import copies_of, is_same
 from partir.cost.monomial import Monomial, Values
 from partir.cost.sizes import ProgramSizes
 from partir.errors import module_path
-from partir.graph import is_collective, is_getitem, operands
+from partir.graph import is_collective, is_getitem, is_view, operands
 from partir.mesh import Mesh
+from partir.overlap import as_run
 from partir.program import Program
 from partir.records import layer_of
-from partir.timing import as_run
 
 SAVED, GRADIENTS, TEMPORARY, OUTPUTS = "saved activations", "gradients", "temporaries", "outputs"
 Storage = tuple[str, int]
@@ -166,13 +166,7 @@ def _whole(item: Node) -> Node:
 
 
 def _is_view(node: Node) -> bool:
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
-        return False
-    schema: Any = getattr(node.target, "_schema")  # noqa: B009
-    if str(schema.name) == "aten::reshape":
-        return _looks(node)
-    aliases = [result.alias_info for result in schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return _looks(node) if node.target is torch.ops.aten.reshape.default else is_view(node)
 
 
 def _looks(node: Node) -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
 from partir.draw.picture import DrawnEdge, DrawnNode, Kind, Picture, cluster_path, short_name
 from partir.errors import module_path, source_line
-from partir.graph import is_collective, is_getitem
+from partir.graph import is_collective, is_getitem, is_view
 from partir.layout import Layout
 from partir.printer import op_text, user_name
 from partir.program import Slot
@@ -157,9 +157,7 @@ def _looks_at_one(node: Node) -> bool:
         return False
     if is_getitem(node) or is_collective(node):
         return True
-    target = cast(Any, node.target)
-    returns = target._schema.returns if hasattr(target, "_schema") else ()
-    return bool(returns) and all(item.alias_info is not None for item in returns)
+    return is_view(node)
 
 
 def _comes_from(node: Node, traced: Node) -> bool:
