@@ -68,7 +68,7 @@ MISTAKES = {
     "draw model.py:make --mesh 2,2,2 --out nowhere/x.html": "there is no folder",
     "draw model.py:make --mesh 2,2,2 --out x.xyz": "it has suffix '.xyz'",
     "cost model.py:make --mesh 2,2,2 --hardware none": "hardware 'none' is neither a shipped profile",
-    "mesh model.py:make --ranks 0": "ranks is not legal",
+    "mesh model.py:make --ranks 0": "a mesh has at least one rank",
     "mesh model.py:make --ranks 8 --memory lots": "memory='lots' is no number of bytes",
     "plan --hf no_model_type.json --mesh 2,2,2": 'a config of Hugging Face has a "model_type"',
     "plan --hf list.json --mesh 2,2,2": 'a config of Hugging Face has a "model_type"',

@@ -209,6 +209,8 @@ def _rules(text: str, path: str, missing_ok: bool = False) -> RuleTable:
                 raise RuleError(f"{entry.where}: {name} already has a rule at {rules[name].where}")
             schemas = _schemas(name)
             if not schemas and missing_ok:
+                if not name.startswith("aten."):  # an op of a library that may be imported later; `find` compares it with its schema
+                    rules[name] = Rule(name, entry.forms, entry.where, None)
                 continue
             if not schemas:
                 hint = "" if name.startswith("aten.") else ": import the module that defines it before the rules are read"

@@ -202,7 +202,7 @@ CASES = {
     ),
     "CLIP": Case(clip, BOTH, SINGLE),
     "Mixtral (batched)": Case(mixtral("batched_mm"), BOTH, SINGLE),
-    "Mixtral (grouped)": Case(mixtral("grouped_mm"), ("sdpa",), SINGLE, refused="op transformers.grouped_mm_fallback("),
+    "Mixtral (grouped)": Case(mixtral("grouped_mm"), ("sdpa",), SINGLE),
     "Mixtral (eager)": Case(mixtral("eager"), ("sdpa",), SINGLE, refused="depend on shapes only"),
     "Mamba": Case(mamba, ("",), SINGLE),
 }  # fmt: skip
