@@ -68,6 +68,7 @@ def verify(
     vectors: str = "balanced",
     pin: Mapping[str, str] | None = None,
     rules: str | Path | Iterable[str | Path] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Report:
     """Run a copy of a module on one device and on a simulated mesh, in float64, and compare them.
 
@@ -81,6 +82,7 @@ def verify(
         example_kwargs: keyword arguments.
         memory, vectors, pin, rules: as for `partir.parallelize`.
         tolerance: largest relative difference allowed; 1e-5 where the model itself computes in float32.
+        dtype: of the copies, for a model with an op that has no float64.
 
     Raises:
         VerifyError: names the first output or parameter that differs, and by how much.
@@ -89,12 +91,12 @@ def verify(
     given = tuple(cast("list[Any]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     call = (given, dict(example_kwargs or {}))
     options = {"memory": memory, "vectors": vectors, "pin": pin, "rules": rules, "outputs": "whole"}
-    parallel = parallelize(_double(model), mesh, **cast(Any, options))
-    ours = _run(parallel, call)
+    parallel = parallelize(_copy(model, dtype), mesh, **cast(Any, options))
+    ours = _run(parallel, call, dtype)
     random = any(slot.kind == "seed" for program in parallelized(parallel).programs() for slot in program.inputs)
     with same_randomness(torch.initial_seed()) if random else nullcontext():
-        theirs = _run(_double(model), call)
-    report = _compare(Mesh.parse(mesh), ours, theirs, tolerance)
+        theirs = _run(_copy(model, dtype), call, dtype)
+    report = _compare(Mesh.parse(mesh), ours, theirs, tolerance, _negligible(dtype, tolerance))
     _raise_on_difference(report)
     return report
 
@@ -113,21 +115,26 @@ def _refuse_meta(model: nn.Module) -> None:
             raise PartirError(f"{name} is on the meta device: verify needs weights. Use model.to_empty(device='cpu') and initialise it.")
 
 
-def _double(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double()
+def _copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return copy.deepcopy(model).to(dtype)
 
 
-def _to_double(value: Any) -> Any:
+def _negligible(dtype: torch.dtype, tolerance: float) -> float:
+    """Return the part of the largest number that may be zero but for rounding."""
+    return 1e-6 if dtype is torch.float64 else torch.finfo(dtype).eps / tolerance
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
     def convert(item: Any) -> Any:
         if isinstance(item, Tensor) and item.is_floating_point():
-            return item.detach().double().requires_grad_(item.requires_grad)
+            return item.detach().to(dtype).requires_grad_(item.requires_grad)
         return item
 
     return tree_map(convert, value)
 
 
-def _run(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> _Result:
-    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", _to_double(call))
+def _run(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dtype: torch.dtype) -> _Result:
+    args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", _converted(call, dtype))
     inputs, _ = flatten_inputs(args, kwargs)
     model.zero_grad()
     tensors, _ = flatten_inputs((model(*args, **kwargs),), {})
@@ -165,8 +172,8 @@ def relative_difference(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     return difference / max(float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()), scale) if difference else 0.0
 
 
-def _compare(mesh: Mesh, ours: _Result, theirs: _Result, tolerance: float) -> Report:
-    scale = _scale(theirs.gradients.values())
+def _compare(mesh: Mesh, ours: _Result, theirs: _Result, tolerance: float, negligible: float) -> Report:
+    scale = negligible * _largest(theirs.gradients.values())
     gradients: dict[str, float] = {}
     for name, expected in theirs.gradients.items():
         found = ours.gradients[name]
@@ -176,14 +183,13 @@ def _compare(mesh: Mesh, ours: _Result, theirs: _Result, tolerance: float) -> Re
             continue
         gradients[name] = relative_difference(found, expected, scale)
     outputs = tuple(relative_difference(a, b) for a, b in zip(ours.outputs, theirs.outputs, strict=True))
-    least = _scale(theirs.buffers.values())
+    least = negligible * _largest(theirs.buffers.values())
     buffers = {name: relative_difference(ours.buffers[name], expected, least) for name, expected in theirs.buffers.items()}
     return Report(mesh, relative_difference(ours.loss, theirs.loss), outputs, gradients, buffers, tolerance)
 
 
-def _scale(tensors: Iterable[Tensor | None]) -> float:
-    """Return a millionth of the largest number of all: what is smaller may be zero but for rounding."""
-    return 1e-6 * max([float(t.abs().max()) for t in tensors if t is not None and t.is_floating_point() and t.numel()], default=0.0)
+def _largest(tensors: Iterable[Tensor | None]) -> float:
+    return max([float(t.abs().max()) for t in tensors if t is not None and t.is_floating_point() and t.numel()], default=0.0)
 
 
 def _raise_on_difference(report: Report) -> None:

@@ -53,6 +53,7 @@ class Case:
         tolerance: 1e-5 where the model itself computes in float32.
         refused: the text of the one error that is right for it, "" where it works.
         refused_in_evaluation: the same, where only evaluation without gradients is refused.
+        dtype: float64, but where an op of the model has none.
         rounding: a pattern of parameters whose gradient is zero but for rounding, as a key's bias has; at most 1e-6 of the largest.
     """
 
@@ -61,6 +62,7 @@ class Case:
     tolerance: float = 1e-9
     refused: str = ""
     refused_in_evaluation: str = ""
+    dtype: torch.dtype = torch.float64
     rounding: str = ""
 
 
@@ -101,7 +103,8 @@ def worst_difference(case: Case, run: Run) -> float:
     model, args, kwargs = case.build(SIZES[run.sizes], run.attention)
     model.train(run.training)
     with torch.set_grad_enabled(run.training):
-        report = partir.verify(model, run.mesh, args, kwargs, tolerance=1.0 if case.rounding else case.tolerance)
+        tolerance = 1.0 if case.rounding else case.tolerance
+        report = partir.verify(model, run.mesh, args, kwargs, tolerance=tolerance, dtype=case.dtype)
     gradients = [d for name, d in report.gradients.items() if not fnmatch(name, case.rounding)]
     worst = max([report.loss, *report.outputs, *gradients, *report.buffers.values()])
     if not worst <= case.tolerance:

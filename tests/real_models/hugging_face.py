@@ -202,7 +202,7 @@ CASES = {
     ),
     "CLIP": Case(clip, BOTH, SINGLE),
     "Mixtral (batched)": Case(mixtral("batched_mm"), BOTH, SINGLE),
-    "Mixtral (grouped)": Case(mixtral("grouped_mm"), ("sdpa",), SINGLE),
+    "Mixtral (grouped)": Case(mixtral("grouped_mm"), ("sdpa",), SINGLE, dtype=torch.float32),
     "Mixtral (eager)": Case(mixtral("eager"), ("sdpa",), SINGLE, refused="depend on shapes only"),
     "Mamba": Case(mamba, ("",), SINGLE),
 }  # fmt: skip
