@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers.integrations.moe  # its ops have built-in rules  # noqa: F401
 
 from partir import rules
 from partir.errors import RuleError
