@@ -197,3 +197,9 @@ def test_ops_can_be_chosen() -> None:
 
 def test_pointwise_tag() -> None:
     check_rules(ops=[torch.ops.aten.gelu.default, torch.ops.aten.tanh.default], blocks=(2,)).raise_on_error()
+
+
+def test_a_rule_of_a_library_that_is_not_imported_is_not_tried() -> None:
+    rule = rules.parse_rules("op aten.outer(a[m], b[n]) -> c[m n]")["aten.outer"]
+    (finding,) = check_rules({"no_such_library.outer": rule}).findings
+    assert (finding.verdict, finding.detail) == ("not tried", "the library that defines this op is not imported")

@@ -104,7 +104,10 @@ def _rule_of(op: Any) -> tuple[str, Rule]:
 
 def _check_rule(name: str, rule: Rule, blocks: tuple[Blocks, ...], generator: torch.Generator) -> list[Finding]:
     findings: list[Finding] = []
-    op = _op_of(name, rule)
+    try:
+        op = _op_of(name, rule)
+    except AttributeError:
+        return [Finding(name, "", "", "", "not tried", "the library that defines this op is not imported")]
     if op is None:
         return [Finding(name, "", "", "", "not tried", "no overload of this op fits")]
     for form in rule.forms:
