@@ -36,6 +36,10 @@ def wrong():
 
 def no_module():
     return 3, torch.empty(2)
+
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -45,6 +49,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.py").write_text("x = (")
     (tmp_path / "no_model_type.json").write_text('{"hidden": 3}')
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "unknown.json").write_text('{"model_type": "no-such-model"}')
+    (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}')
     (tmp_path / "no.json").write_text("{oops")
     (tmp_path / "binary.json").write_bytes(bytes(range(128, 256)))
     monkeypatch.chdir(tmp_path)
@@ -55,6 +61,7 @@ MISTAKES = {
     "plan nowhere.py:make --mesh 2,2,2": "nowhere.py:make: there is no file nowhere.py.",
     "plan model.py:nothing --mesh 2,2,2": "model.py has no function nothing.",
     "plan model.py:raises --mesh 2,2,2": "model.py:raises: the function raised KeyError: 'no key'",
+    "plan model.py:leaves --mesh 2,2,2": "model.py:leaves: the function raised SystemExit: 0",
     "plan model.py:wrong --mesh 2,2,2": "model.py:wrong returned int; expected (module, example inputs)",
     "plan model.py:no_module --mesh 2,2,2": "model.py:no_module returned tuple; expected (module, example inputs)",
     "plan broken.py:make --mesh 2,2,2": "broken.py cannot be imported: SyntaxError",
@@ -71,6 +78,8 @@ MISTAKES = {
     "mesh model.py:make --ranks 0": "a mesh has at least one rank",
     "mesh model.py:make --ranks 8 --memory lots": "memory='lots' is no number of bytes",
     "plan --hf no_model_type.json --mesh 2,2,2": 'a config of Hugging Face has a "model_type"',
+    "plan --hf unknown.json --mesh 2,2,2": "--hf unknown.json: ValueError: Unrecognized model identifier: no-such-model.",
+    "plan --hf gpt2.json --seq 64 --mesh 2,2,2": "--seq 64: this model takes at most 32 positions.",
     "plan --hf list.json --mesh 2,2,2": 'a config of Hugging Face has a "model_type"',
     "plan --hf no.json --mesh 2,2,2": "no.json: line 1, column 2: this is no JSON",
     "plan --hf binary.json --mesh 2,2,2": "binary.json: this is no text; a config.json is JSON.",

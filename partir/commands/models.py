@@ -77,7 +77,7 @@ def from_function(text: str) -> Model:
 def _called(text: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PartirError(f"{text}: the function raised {type(error).__name__}: {error}") from error
 
 
@@ -90,7 +90,7 @@ def _import_file(file: Path) -> Any:
     sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PartirError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
