@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from partir.errors import TraceError
 from partir.passes.autograd_functions import call_as_op, give_rules
-from partir.passes.hidden_paths import OWN_GENERATOR, fill_with_integers, no_nested_tensors, no_seeding
+from partir.passes.hidden_paths import OWN_GENERATOR, fill_with_integers, nested_tensors_padded, no_seeding
 from partir.passes.structure import Structure, flatten
 from partir.passes.user_lines import DATA_DEPENDENT, fail, refuse
 
@@ -165,7 +165,7 @@ def _contexts(model: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[Abst
     yield _attributes_kept(model)
     yield _functions_as_ops()
     yield _every_frame()
-    yield no_nested_tensors()
+    yield nested_tensors_padded()
     yield no_seeding()
     # A graph made in inference mode could not be differentiated; the grad mode itself is the user's.
     yield torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

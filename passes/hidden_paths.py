@@ -19,27 +19,46 @@ OWN_GENERATOR = (
 
 
 @contextmanager
-def no_nested_tensors() -> Generator[None]:
-    """Refuse a TransformerEncoder that would run on nested tensors: its padded places are zeros then, which no trace shows."""
+def nested_tensors_padded() -> Generator[None]:
+    """Trace a TransformerEncoder that would run on nested tensors on padded ones, and write the zeros that nested ones leave in padding.
+
+    In evaluation it does so where every mask of a batch is a suffix of its row: that is data, and stays so in the graph.
+    """
     original: Any = nn.TransformerEncoder.forward
 
     def forward(self: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None) -> Any:
-        if mask is None and src_key_padding_mask is not None and _may_run_nested(self, src):
-            fail(
-                "nn.TransformerEncoder(enable_nested_tensor=True) with a padding mask runs on nested tensors in evaluation: "
-                "their shapes depend on data, and no graph holds them. Pass enable_nested_tensor=False, or call "
-                "torch.backends.mha.set_fastpath_enabled(False); both keep what is not padded as it is."
-            )
-        return original(self, src, mask, src_key_padding_mask, is_causal)
+        if mask is not None or src_key_padding_mask is None or not _may_run_nested(self, src):
+            return original(self, src, mask, src_key_padding_mask, is_causal)
+        with mock.patch.object(self, "use_nested_tensor", False), _without_norm(self):
+            padded = original(self, src, mask, src_key_padding_mask, is_causal)
+        zeros = src_key_padding_mask.bool()
+        if self.mask_check:
+            zeros = zeros & _are_suffixes(zeros)
+        result = padded.masked_fill(zeros.unsqueeze(-1), 0.0)
+        return result if self.norm is None else self.norm(result)
 
     with mock.patch.object(nn.TransformerEncoder, "forward", forward):
         yield
 
 
 def _may_run_nested(encoder: Any, src: torch.Tensor) -> bool:
-    tensors = [src, *encoder.parameters()]
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return bool(encoder.use_nested_tensor and not encoder.training and torch.backends.mha.get_fastpath_enabled() and not differentiable)
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in [src, *encoder.parameters()])
+    wanted = encoder.use_nested_tensor and not encoder.training and src.dim() == 3 and torch.backends.mha.get_fastpath_enabled()
+    return bool(wanted and not differentiable and not torch.is_autocast_enabled())
+
+
+@contextmanager
+def _without_norm(encoder: nn.Module) -> Generator[None]:
+    norm, encoder.norm = encoder.norm, None
+    try:
+        yield
+    finally:
+        encoder.norm = norm
+
+
+def _are_suffixes(padding: torch.Tensor) -> torch.Tensor:
+    """Return a 0-d bool: whether the padding of each row [batch, sequence] is at its end."""
+    return (padding[:, 1:] | ~padding[:, :-1]).all()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from tests.real_models.case import Case, Run, runs, worst_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORKS = {name: case for name, case in CASES.items() if not case.refused}
-REFUSED = {name: case for name, case in CASES.items() if case.refused or case.refused_in_evaluation}
-EVERY = [(name, run) for name, case in WORKS.items() for run in runs(case) if run.training or not case.refused_in_evaluation]
+REFUSED = {name: case for name, case in CASES.items() if case.refused}
+EVERY = [(name, run) for name, case in WORKS.items() for run in runs(case)]
 QUICK_MESHES = ((2, 1, 2), (1, 2, 1))
 QUICK = (  # one of each kind, the quick ones to trace; the slow runs have every model
     "transformers GPT-2", "transformers Llama", "transformers Gemma2", "transformers BLOOM", "transformers OPT",
@@ -43,8 +44,26 @@ def test_every_run(name: str, run: Run) -> None:
 def test_a_model_is_refused_with_the_users_line(name: str) -> None:
     case: Case = REFUSED[name]
     with pytest.raises(PartirError, match=r"^\S*\.py:\d+") as caught:
-        worst_difference(case, Run(case.attentions[0], "odd", (2, 2, 2), training=bool(case.refused)))
-    assert (case.refused or case.refused_in_evaluation) in str(caught.value)
+        worst_difference(case, Run(case.attentions[0], "odd", (2, 2, 2)))
+    assert case.refused in str(caught.value)
+
+
+AT_THE_END, ANYWHERE, NONE = [[0, 0, 0, 1], [0, 0, 1, 1]], [[0, 0, 0, 1], [1, 0, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("padding", "check"), [(AT_THE_END, True), (AT_THE_END, False), (ANYWHERE, True), (NONE, True), (NONE, False)])
+def test_an_encoder_leaves_padding_as_it_does_on_nested_tensors(padding: list[list[int]], check: bool) -> None:
+    """Zeros before the last norm where every row is padded at its end, which torch finds out from the data."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(12), mask_check=check).double().eval()
+    mask = torch.tensor(padding, dtype=torch.bool)
+    torch.nn.init.normal_(cast(Tensor, cast(torch.nn.LayerNorm, model.norm).bias))
+    x = torch.randn(2, 4, 12, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        found = partir.parallelize(model, mesh=(2, 1, 2))(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 class _Grouped(torch.nn.Module):

@@ -52,7 +52,6 @@ class Case:
         attentions: the implementations of attention that it has; ("",) where it has no choice.
         tolerance: 1e-5 where the model itself computes in float32.
         refused: the text of the one error that is right for it, "" where it works.
-        refused_in_evaluation: the same, where only evaluation without gradients is refused.
         dtype: float64, but where an op of the model has none.
         rounding: a pattern of parameters whose gradient is zero but for rounding, as a key's bias has; at most 1e-6 of the largest.
     """
@@ -61,7 +60,6 @@ class Case:
     attentions: tuple[str, ...] = ("",)
     tolerance: float = 1e-9
     refused: str = ""
-    refused_in_evaluation: str = ""
     dtype: torch.dtype = torch.float64
     rounding: str = ""
 

@@ -127,7 +127,7 @@ CASES = {
     "nn.Transformer": Case(transformer),
     "nn.TransformerEncoder": Case(encoder(False)),
     "nn.TransformerEncoder (norm first, padding)": Case(encoder(True, norm_first=True)),
-    "nn.TransformerEncoder (nested tensors)": Case(nested, refused_in_evaluation="enable_nested_tensor=False"),
+    "nn.TransformerEncoder (nested tensors)": Case(nested),
     "nn.MultiheadAttention": Case(multihead(need_weights=False)),
     "nn.MultiheadAttention (weights, padding)": Case(multihead(need_weights=True, key_padding_mask=_padding)),
     "nn.MultiheadAttention (weights of heads)": Case(multihead(need_weights=True, average_attn_weights=False, attn_mask=_causal)),
