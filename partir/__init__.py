@@ -4,6 +4,7 @@
 """
 
 from partir.api import full_state_dict, parallelize
+from partir.checkpoint import Checkpoint, SavingCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import PartirError
@@ -19,17 +20,21 @@ from partir.runtime.record import record_communication
 from partir.suggest import Suggestion, suggest_mesh
 
 __all__ = [
+    "Checkpoint",
     "Layout",
     "Mesh",
     "PartirError",
     "Plan",
     "PlanDifference",
     "PlanDocument",
+    "SavingCheckpoint",
     "Suggestion",
     "check_rules",
     "full_gradient",
     "full_state_dict",
     "full_tensor",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
     "parallelize",
@@ -37,6 +42,7 @@ __all__ = [
     "record_communication",
     "rule",
     "same_randomness",
+    "save_checkpoint",
     "suggest_mesh",
     "verify",
 ]

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,10 @@ class Session:
         self.transport = Transport(self.groups.rank, device, self.failures)
         self.agreement = Agreement(self.groups, Transport(self.groups.rank, torch.device("cpu"), self.failures))
         self.parameters = Parameters(mesh, self.groups)
+
+    def checkpoint_group(self) -> Any:
+        """Return the group of all ranks in which checkpoints are written, perhaps by a thread: none but they send in it."""
+        return self.groups.control("checkpoints").process_group
 
     def distribute(self, model: nn.Module, description: str) -> None:
         """Check that every rank parallelizes the same model in the same way, and give all of them rank 0's values."""

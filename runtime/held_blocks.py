@@ -1,0 +1,71 @@
+"""What this process holds of a model's tensors and of an optimizer's state, as blocks of the original tensors."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from partir.errors import CheckpointError
+from partir.layout import Layout
+from partir.mesh import Mesh
+from partir.pieces import Block
+from partir.runtime.torch_dtensor import dist, local_of, make_dtensor, make_spec, spec_of
+
+
+def held_block(t: Tensor, like: Tensor | None = None) -> Block:
+    """Return the block of a tensor that this process holds: of a plain tensor all of it.
+
+    Args:
+        t: a parameter, a buffer, or with `like` an optimizer's state.
+        like: the parameter whose layout `t` has.
+    """
+    if not isinstance(t, DTensor):
+        return Block.whole(t.detach())
+    layout, local = _layout_of(t if like is None else like), local_of(t).detach()
+    if layout is None:
+        return Block.whole(local)
+    return Block.of(local, layout, mesh_of(t), dist.get_rank())
+
+
+def empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Block]:
+    """Return room for an optimizer's state of a parameter, and the block of it to fill.
+
+    What has the parameter's shape is laid out as it is; torch's optimizers count steps in a plain tensor.
+    """
+    if key == "step" or shape != tuple(parameter.shape):
+        made = torch.empty(shape, dtype=dtype)
+        return made, Block.whole(made)
+    made = torch.empty_like(local_of(parameter), dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        spec = cast(Any, spec_of(parameter))
+        made = make_dtensor(made, _with_dtype(spec, dtype))
+    return made, held_block(made, like=parameter)
+
+
+def check_elementwise(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
+    """Refuse state of a distributed parameter that has another shape: nothing says where its blocks lie.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    if isinstance(value, DTensor) and value.shape != parameter.shape:
+        raise CheckpointError(
+            f"the optimizer's {key!r} of {name} has shape {list(value.shape)}, the parameter {list(parameter.shape)}: "
+            "only state of a parameter's own shape, and plain tensors, can be saved from a mesh."
+        )
+
+
+def mesh_of(t: DTensor) -> Mesh:
+    """Return the mesh of a distributed parameter."""
+    return Mesh.parse(dict(zip(cast("tuple[str, ...]", t.device_mesh.mesh_dim_names), t.device_mesh.shape)))
+
+
+def _layout_of(parameter: Tensor) -> Layout | None:
+    return cast("Layout | None", getattr(parameter, "partir_layout", None))
+
+
+def _with_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    return make_spec(tuple(spec.tensor_meta.shape), dtype, spec.mesh, spec.placements)
