@@ -184,7 +184,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 @dataclass(frozen=True)
 class _Plan:
     names: Names
-    blocks: Entries
+    rounds: list[Entries]
     facts: dict[str, Any]
     tensors: dict[str, dict[str, torch.Tensor]]
 
@@ -216,7 +216,9 @@ def _plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Pat
     state, saved = model_state(model), _saved(metadata, MODEL)
     names = match_names(state, saved, facts["tied"])
     names.check(str(source), type(model).__name__, strict)
-    blocks: Entries = {MODEL + names.source[name]: block for name, block in state.blocks.items() if name in names.source}
+    rounds: list[Entries] = [{}]
+    for name, found in names.source.items():
+        _enter(rounds, MODEL + found, state.blocks[name])
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     if optimizer is not None:
         own = facts.get("optimizer")
@@ -224,13 +226,22 @@ def _plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Pat
             raise CheckpointError(f"{source} holds no optimizer state; pass None for the optimizer.")
         check_groups(str(source), optimizer_names(model, optimizer), own["groups"])
         room, tensors = room_for_optimizer(model, optimizer, own["keys"], _saved(metadata, OPTIMIZER))
-        blocks.update({OPTIMIZER + name: block for name, block in room.items()})
-    return _Plan(names, blocks, facts, tensors)
+        rounds[0].update({OPTIMIZER + name: block for name, block in room.items()})
+    return _Plan(names, rounds, facts, tensors)
+
+
+def _enter(rounds: list[Entries], name: str, block: Any) -> None:
+    """Put an entry in the first round that has none of its name: what was one tensor may be read into several."""
+    free = next((entries for entries in rounds if name not in entries), None)
+    if free is None:
+        rounds.append(free := {})
+    free[name] = block
 
 
 def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Path, plan: _Plan) -> None:
     with torch.no_grad():
-        folder_of.read(dict(plan.blocks), source)
+        for entries in plan.rounds:
+            folder_of.read(entries, source)
     if optimizer is None:
         return
     own = plan.facts["optimizer"]
@@ -271,4 +282,4 @@ def _first(session: Session | None) -> bool:
 
 
 def _not_saved(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path} was not saved; earlier checkpoints are as they were. {type(error).__name__}: {error}")
+    return CheckpointError(f"{path} was not saved; earlier checkpoints are as they were. {folder_of.reason(error)}")

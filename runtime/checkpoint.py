@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -150,6 +150,8 @@ def prepare(path: Path) -> None:
     Raises:
         CheckpointError: there is a checkpoint, or something else, of this name.
     """
+    if not path.name or path.name.startswith("."):
+        raise CheckpointError(f"{path} is no name for a checkpoint: give a folder's name that does not begin with a dot.")
     if path.exists():
         raise CheckpointError(f"{path} exists: a checkpoint is never overwritten. Name each by its step, or remove it first.")
     shutil.rmtree(unfinished(path), ignore_errors=True)
@@ -160,7 +162,10 @@ def write(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: Atomic
     """Write a checkpoint; every rank of the group calls it. Without a group this process writes all of it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(entries, storage_writer=writer, planner=BlockSavePlanner(paths), process_group=group, no_dist=group is None)
+        try:
+            dcp.save(entries, storage_writer=writer, planner=BlockSavePlanner(paths), process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # no Exception
+            raise CheckpointError(reason(error)) from error
 
 
 def write_later(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: AtomicWriter, group: Any) -> Future[Any]:
@@ -181,7 +186,17 @@ def read(entries: Entries, path: Path) -> None:
     reader = FileSystemReader(path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
-        dcp.load(entries, storage_reader=reader, planner=BlockLoadPlanner(), no_dist=True)
+        try:
+            dcp.load(entries, storage_reader=reader, planner=BlockLoadPlanner(), no_dist=True)
+        except CheckpointException as error:  # no Exception
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Return why a save or a load failed, by rank where torch.distributed.checkpoint says it so."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def read_metadata(path: Path) -> Metadata:

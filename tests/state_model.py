@@ -59,7 +59,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Sequence[Bat
         loss = model(ids, labels)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

@@ -16,12 +16,12 @@ from tests.state_model import batches, parallel, remove_shared_folders, shared_f
 
 CHECKS = [name for name in vars(state_checks) if name.startswith("check_") and name != "check_plain_twin"]
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.ranks]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.ranks, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[list[RankReport]]:
-    yield run_world(8, [("tests.state_checks", name) for name in CHECKS], timeout=360)
+    yield run_world(8, [("tests.state_checks", name) for name in CHECKS], timeout=840)
     remove_shared_folders()
 
 
