@@ -26,6 +26,7 @@ from partir.errors import LayoutError, PartirError
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.runtime.groups import Groups
+from partir.runtime.initial_blocks import awaits_values, hand_on, initial_block
 from partir.runtime.torch_dtensor import dist, lay_again, local_of, make_dtensor, make_spec, parameters_of, spec_of
 
 BROADCAST_BYTES = 32 * 2**20
@@ -92,7 +93,8 @@ class Parameters:
 
     def distribute(self, model: nn.Module) -> None:
         """Replace parameters by DTensors that hold the whole value of rank 0, and copy rank 0's buffers."""
-        self._broadcast([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()])
+        given = [p.detach() for p in model.parameters() if not awaits_values(p)]
+        self._broadcast(given + [b.detach() for b in model.buffers()])
         device_mesh, made = self.groups.device_mesh(), dict[int, nn.Parameter]()
         for module in model.modules():
             for name, parameter in list(parameters_of(module).items()):
@@ -118,15 +120,19 @@ class Parameters:
             return
         spec = layout_spec(layout, parameter.dtype, self.groups.device_mesh())
         with torch.no_grad():
-            block = shard(parameter.full_tensor().detach(), layout, self.mesh, self.rank)
-            local = block.clone(memory_format=torch.contiguous_format)
+            local = initial_block(parameter, layout, self.mesh, self.rank)
+            if local is None:
+                block = shard(parameter.full_tensor().detach(), layout, self.mesh, self.rank)
+                local = block.clone(memory_format=torch.contiguous_format)
         lay_again(parameter, local, spec)
         cast(Any, parameter).partir_layout = layout
 
     def _replicated(self, parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
         whole = parameter.detach()
         spec = make_spec(tuple(whole.shape), whole.dtype, device_mesh, (Replicate(),) * device_mesh.ndim)
-        return nn.Parameter(make_dtensor(whole, spec), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(make_dtensor(whole, spec), requires_grad=parameter.requires_grad)
+        hand_on(parameter, made)
+        return made
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors by rank 0's, many in one message."""

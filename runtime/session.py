@@ -15,6 +15,7 @@ from partir.errors import MeshError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.program import Program
+from partir.random_numbers import as_int64
 from partir.runtime.agree import Agreed, Agreement, content_hash
 from partir.runtime.distributed import DistributedProgram
 from partir.runtime.failures import Failures
@@ -45,7 +46,7 @@ def device_of(model: nn.Module) -> torch.device:
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     tensor: Tensor | None = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+    return torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
 
 
 # Every rank makes its sessions in the same order, so the number is the same on all of them.
@@ -98,6 +99,10 @@ class Session:
         text += program.backward.code if program.backward is not None else ""
         self.agreement.compare("the compiled program", text)
         return DistributedProgram(program, self.groups, self.transport)
+
+    def seed(self) -> int:
+        """Return rank 0's seed."""
+        return self.agreement.compare("the seed of the first values", "", seed=as_int64(torch.initial_seed())).seed
 
     def lay(self, named: Sequence[tuple[nn.Parameter, Layout]]) -> None:
         """Give parameters the layouts of a program, in place."""

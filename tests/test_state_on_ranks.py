@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import partir
 from tests import state_checks
@@ -35,9 +34,7 @@ def test_on_8_ranks(world: list[RankReport], name: str) -> None:
 @pytest.mark.parametrize("mesh", [(4, 1, 2), (1, 1, 1), (2, 1, 2, 2)])
 def test_saved_by_8_ranks_and_loaded_in_one_process(world: list[RankReport], mesh: Any) -> None:
     folder = shared_folder(FOLDER)
-    torch.manual_seed(77)
     model, optimizer = parallel(mesh, 8)
+    losses = partir.load_checkpoint(model, optimizer, folder / "step_8").extra["losses"]
     found = partir.load_checkpoint(model, optimizer, folder / "step_3")
-    end = parallel(mesh, 9)
-    losses = partir.load_checkpoint(*end, folder / "step_8", restore_seed=False).extra["losses"]
     assert found.step == SAVED and close(train(model, optimizer, batches(8)[SAVED:]), losses)
