@@ -17,6 +17,7 @@ from partir.rules import rule
 from partir.rules.check import check_rules
 from partir.runtime.parameters import full_gradient, full_tensor, load_optimizer_state_dict, optimizer_state_dict
 from partir.runtime.record import record_communication
+from partir.safetensors import load_safetensors, save_safetensors
 from partir.suggest import Suggestion, suggest_mesh
 
 __all__ = [
@@ -37,12 +38,14 @@ __all__ = [
     "load_checkpoint",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
+    "load_safetensors",
     "parallelize",
     "plan",
     "record_communication",
     "rule",
     "same_randomness",
     "save_checkpoint",
+    "save_safetensors",
     "suggest_mesh",
     "verify",
 ]

@@ -114,9 +114,9 @@ def save_checkpoint(
         CheckpointError: the path exists, a file cannot be written, or the optimizer is of other parameters.
         RankError: another rank failed or stopped.
     """
-    target, session = Path(path).absolute(), _session(model)
-    entries, paths = _attempt(session, "gathering the state to save", lambda: _entries(model, optimizer, extra, calls))
-    _attempt(session, f"making {target}", lambda: folder_of.prepare(target) if _first(session) else None)
+    target, session = Path(path).absolute(), session_of(model)
+    entries, paths = attempt(session, "gathering the state to save", lambda: _entries(model, optimizer, extra, calls))
+    attempt(session, f"making {target}", lambda: folder_of.prepare(target) if _first(session) else None)
     writer = AtomicWriter(target, {"format": FORMAT, "step": step})
     group = None if session is None else session.checkpoint_group()
     entries[FACTS]["step"] = step
@@ -154,11 +154,11 @@ def load_checkpoint(
         CheckpointError: it is incomplete, damaged, or of another model or optimizer; names the file, or lists the names.
         RankError: another rank failed or stopped.
     """
-    source, session = Path(path).absolute(), _session(model)
+    source, session = Path(path).absolute(), session_of(model)
     rank, size = (0, 1) if session is None else (session.groups.rank, session.mesh.size)
-    _attempt(session, f"checking {source}", lambda: folder_of.check_files(source, rank, size))
-    plan = _attempt(session, f"reading {source}", lambda: _plan(model, optimizer, source, strict))
-    _attempt(session, f"loading {source}", lambda: _fill(model, optimizer, source, plan))
+    attempt(session, f"checking {source}", lambda: folder_of.check_files(source, rank, size))
+    plan = attempt(session, f"reading {source}", lambda: _plan(model, optimizer, source, strict))
+    attempt(session, f"loading {source}", lambda: _fill(model, optimizer, source, plan))
     facts = plan.facts
     if restore_seed:
         torch.manual_seed(facts["seed"])
@@ -259,7 +259,7 @@ def _saved(metadata: Any, prefix: str) -> dict[str, Saved]:
     return {name: Saved(tuple(entries[prefix + name].size), entries[prefix + name].properties.dtype) for name in names}
 
 
-def _attempt(session: Session | None, what: str, call: Any) -> Any:
+def attempt(session: Session | None, what: str, call: Any) -> Any:
     """Do something on every rank; if it fails on one, all raise."""
     result, error = None, None
     try:
@@ -273,7 +273,8 @@ def _attempt(session: Session | None, what: str, call: Any) -> Any:
     return result
 
 
-def _session(model: nn.Module) -> Session | None:
+def session_of(model: nn.Module) -> Session | None:
+    """Return this process's rank of a parallelized model; None where one process holds all of it."""
     return parallelized(model).session(model) if isinstance(model, ParallelModule) else None
 
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from partir.errors import CheckpointError
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.pieces import Block
+from partir.pieces import Block, Piece, pieces, split_pieces
+from partir.runtime.initial_blocks import awaits_values
 from partir.runtime.torch_dtensor import dist, local_of, make_dtensor, make_spec, spec_of
 
 
@@ -22,12 +23,29 @@ def held_block(t: Tensor, like: Tensor | None = None) -> Block:
         t: a parameter, a buffer, or with `like` an optimizer's state.
         like: the parameter whose layout `t` has.
     """
+    if t.is_meta or awaits_values(t):
+        raise CheckpointError(
+            "the model was built on meta and has no values yet: give parallelize the mesh and example_inputs=, so that it compiles first."
+        )
     if not isinstance(t, DTensor):
         return Block.whole(t.detach())
     layout, local = _layout_of(t if like is None else like), local_of(t).detach()
     if layout is None:
         return Block.whole(local)
     return Block.of(local, layout, mesh_of(t), dist.get_rank())
+
+
+def holders(t: Tensor) -> list[tuple[int, Piece]]:
+    """Return the pieces of a tensor, each once, with the lowest rank that holds it."""
+    layout = _layout_of(t)
+    if not isinstance(t, DTensor) or layout is None:
+        return [(0, piece) for piece in Block.whole(torch.empty(t.shape, dtype=t.dtype, device="meta")).pieces]
+    found: dict[tuple[int, ...], tuple[int, Piece]] = {}
+    mesh = mesh_of(t)
+    for rank in range(mesh.size):
+        for piece in split_pieces(pieces(layout, mesh, rank), t.element_size()):
+            found.setdefault(piece.starts, (rank, piece))
+    return list(found.values())
 
 
 def empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Block]:
