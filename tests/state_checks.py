@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 import torch.distributed as dist
 
 import partir
+from partir import initial_values
 from partir.errors import CheckpointError, PartirError
-from tests.state_model import adamw, batches, made, parallel, same_bits, shared_folder, train, whole_state
+from partir.initial_values import InitialValues
+from partir.runtime import safetensors_files
+from tests.largest import CPU, Largest
+from tests.state_model import Block, adamw, batches, made, parallel, same_bits, set_buffers, shared_folder, train, whole_state
 
 FOLDER = "state_checks"
 STEPS = 8
@@ -105,3 +110,51 @@ def refused(call: Any) -> str:
 
 def close(actual: list[float], expected: list[float]) -> bool:
     return len(actual) == len(expected) and all(abs(a - e) < 1e-10 * abs(e) for a, e in zip(actual, expected))
+
+
+def check_built_on_meta(rank: int) -> None:
+    """Shards of a meta model are those of one process with the same seed; rank 0's seed counts; no rank makes a whole tensor."""
+    initial_values.CHUNK = 64
+    torch.manual_seed(21 + rank)
+    with torch.device("meta"):
+        model = Block(words=96, hidden=48)
+    late = copy.deepcopy(model)
+    with Largest() as seen:
+        model = partir.parallelize(model, (2, 2, 2), batches(1)[0], initialize=set_buffers)
+    assert seen.bytes <= max(144 * 48 * 4 // 8, 64 * 8) + 64 * 8, seen.bytes
+    with torch.device("meta"):
+        twin = Block(words=96, hidden=48)
+    values = InitialValues(twin, 21, set_buffers)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(partir.full_tensor(p), values.whole(q, CPU)), name
+    torch.manual_seed(21)
+    late = partir.parallelize(late, (2, 2, 2), initialize=set_buffers)
+    optimizer = adamw(late)
+    assert "no values yet" in refused(lambda: partir.save_checkpoint(late, optimizer, shared_folder("meta")))
+    train(late, optimizer, batches(1))
+    train(model, other := adamw(model), batches(1))
+    assert same_bits(whole_state(late, optimizer), whole_state(model, other))
+
+
+def check_safetensors(rank: int) -> None:
+    """8 ranks write what one process reads, and read it back; a rank's largest tensor is its shard or a chunk."""
+    folder = shared_folder("safetensors")
+    safetensors_files.MOST_BYTES = 2000
+    model, _ = parallel((2, 2, 2), 0)
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    partir.save_safetensors(model, folder, file_bytes=9000)
+    eager = made(1)
+    partir.load_safetensors(eager, folder)
+    assert all(torch.equal(partir.full_tensor(p), q) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+    other, _ = parallel((4, 1, 2), 2, vectors="balanced")
+    with Largest() as seen:
+        partir.load_safetensors(other, folder)
+    assert seen.bytes <= 72 * 24 * 8 // 8, seen.bytes
+    assert all(torch.equal(partir.full_tensor(p), q) for p, q in zip(other.parameters(), eager.parameters(), strict=True))
+    if rank == 0:
+        (folder / "model-00002-of-00003.safetensors").write_bytes(b"nothing")
+    dist.barrier()
+    assert "model-00002-of-00003.safetensors is damaged" in refused(lambda: partir.load_safetensors(other, folder))
+    assert all(torch.equal(partir.full_tensor(p), q) for p, q in zip(other.parameters(), eager.parameters(), strict=True))

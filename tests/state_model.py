@@ -46,6 +46,12 @@ def made(seed: int, **changed: Any) -> Block:
     return Block(**changed).double()
 
 
+def set_buffers(model: Any) -> None:
+    """Do for a model on meta what only `__init__` does."""
+    model.scale.fill_(1)
+    model.unsaved.fill_(1)
+
+
 def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     draw = [torch.randint(37, (2, 4, 8), generator=generator) for _ in range(count)]
