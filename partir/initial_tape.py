@@ -175,7 +175,11 @@ def truncated_normal_(x: Tensor, mean: float, std: float, low: float, high: floa
     x.copy_(truncated(torch.rand(x.shape, dtype=torch.float64), mean, std, low, high))
 
 
-cast(Any, truncated_normal_).register_fake(lambda x, mean, std, low, high: None)
+def _truncated_normal_fake(x: Tensor, mean: float, std: float, low: float, high: float) -> None:
+    return None
+
+
+cast(Any, truncated_normal_).register_fake(_truncated_normal_fake)
 TRUNCATED_NORMAL: Any = cast(Any, torch.ops.partir_local).truncated_normal_.default
 
 
@@ -235,8 +239,9 @@ def _check_all_set(model: nn.Module, tape: Tape) -> None:
     unset = [name for name, t in tensors.items() if t.is_meta and storage_of(tape.tensors[id(t)]) not in written]
     if unset:
         raise PartirError(
-            f"{type(model).__name__} was built on meta, and no init function sets {_some(unset)}: what __init__ computes is not kept there. "
-            "Set it in its module's reset_parameters, pass initialize=function(model), or make a buffer with device='cpu' in __init__."
+            f"{type(model).__name__} was built on meta, and no init function sets {_some(unset)}: what __init__ computes is not kept "
+            "there. Set it in its module's reset_parameters, "
+            "pass initialize=function(model), or make a buffer with device='cpu' in __init__."
         )
 
 

@@ -65,10 +65,12 @@ class InitialValues:
         self.tape: Tape = record(model, initialize)
         names = {id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]}
         self._elementwise = {key: _elementwise(self.tape, t) for key, t in self.tape.tensors.items()}
-        whole = [names[key] for key, steps in self._elementwise.items() if steps is None and isinstance(self.tape.tensors[key], nn.Parameter)]
+        parameters = [key for key, t in self.tape.tensors.items() if isinstance(t, nn.Parameter)]
+        whole = [names[key] for key in parameters if self._elementwise[key] is None]
         if whole:
             warnings.warn(
-                f"{type(model).__name__}: the init of {', '.join(whole)} is not elementwise, so each rank makes that tensor whole for a moment.",
+                f"{type(model).__name__}: the init of {', '.join(whole)} is not elementwise, so each rank makes that tensor whole for a "
+                "moment.",
                 stacklevel=4,
             )
 
@@ -83,7 +85,7 @@ class InitialValues:
         if not is_owner(layout, mesh, rank):
             return torch.empty((0,) * max(fake.dim(), 1), dtype=fake.dtype, device=device)
         if steps is None:
-            with torch.random.fork_rng([]):
+            with cast(Any, torch.random.fork_rng)([]):
                 found = _replay(self.tape.steps_of(fake), fake, self.seed)
             return shard(found, layout, mesh, rank).to(device, copy=True).contiguous()
         block = torch.empty(layout.local_shape(mesh), dtype=fake.dtype, device=device)
@@ -151,7 +153,8 @@ def _region(view: Tensor, t: Tensor) -> Region | None:
         return None
     if view.is_contiguous() and view.numel() == t.numel() and view.storage_offset() == t.storage_offset():
         return Region(tuple((0, int(n), 1) for n in t.shape))
-    left, strides = view.storage_offset() - t.storage_offset(), list(zip(view.stride(), view.shape))
+    left = int(view.storage_offset()) - int(t.storage_offset())
+    strides = [(int(stride), int(size)) for stride, size in zip(view.stride(), view.shape)]
     runs: list[tuple[int, int, int]] = []
     for size, stride in zip(t.shape, t.stride()):
         start, left = divmod(left, stride)
@@ -193,7 +196,7 @@ def _replay(steps: Sequence[Step], t: Tensor, seed: Tensor) -> Tensor:
 
     for step in steps:
         if step.site is not None:
-            torch.manual_seed(int(seed[0]) ^ (step.site + 1) * 0x9E3779B9)
+            cast(Any, torch).manual_seed(int(seed[0]) ^ (step.site + 1) * 0x9E3779B9)
         result = step.op(*tree_map(real, step.args), **tree_map(real, dict(step.kwargs)))
         for fake, found in zip(_leaves(step.result), _leaves(result)):
             made.setdefault(id(fake), found)
@@ -211,8 +214,8 @@ def _look(bases: dict[int, Tensor], fake: Tensor) -> Tensor:
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [leaf for leaf in cast("Sequence[Any]", values) if isinstance(leaf, Tensor)]
+    values = cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else [value]
+    return [leaf for leaf in values if isinstance(leaf, Tensor)]
 
 
 def default_device() -> torch.device:

@@ -102,7 +102,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     left_out: set[str] = set()
     for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False)):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CheckpointError(f"{path or type(module).__name__} has extra state (get_extra_state), which no checkpoint holds; save it in extra=.")
+            where = path or type(module).__name__
+            raise CheckpointError(f"{where} has extra state (get_extra_state), which no checkpoint holds; save it in extra=.")
         left_out.update(f"{path}.{name}" if path else name for name in cast(Any, module)._non_persistent_buffers_set)
     yield from model.named_parameters(remove_duplicate=False)
     for name, buffer in model.named_buffers(remove_duplicate=False):

@@ -9,7 +9,6 @@ Any mesh reads what any mesh wrote, for a box says where it lies in the whole te
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -20,92 +19,25 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load as load_entries
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 
 from partir.errors import CheckpointError
-from partir.pieces import Block, Piece
+from partir.pieces import Block
+from partir.runtime.checkpoint_planners import BlockLoadPlanner, BlockSavePlanner, Entries
 
-dcp: Any = cast(Any, torch.distributed.checkpoint)
+# torch.distributed.checkpoint has partly unknown types throughout.
+dcp_load, dcp_save, dcp_async_save = cast(Any, load_entries), cast(Any, save_entries), cast(Any, async_save)
 
 MANIFEST = "checkpoint.json"
 FACTS = "facts"
 """The entry that holds all that is no tensor."""
 CHECKED_BYTES = 2**20
-
-Entries = dict[str, Any]
-"""By flat name a Block; under `FACTS` a dict of plain values."""
-
-
-class BlockSavePlanner(DefaultSavePlanner):
-    """Plans one write for each box of each block.
-
-    Args:
-        paths: for each name its place in a nested dict, which torch's own readers give back.
-    """
-
-    def __init__(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._paths = dict(paths)
-        self._boxes: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        items: list[WriteItem] = []
-        for name, entry in cast(Entries, self.state_dict).items():
-            if not isinstance(entry, Block):
-                items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)] if self.is_coordinator else []
-                continue
-            for piece in entry.pieces:
-                self._boxes[name, piece.starts] = entry.view(piece)
-                items.append(_write_item(name, entry, piece))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        self.metadata = dataclasses.replace(metadata, planner_data=self._paths)
-        return plans, self.metadata
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        if index.offset is None:
-            return cast(Entries, self.state_dict)[index.fqn]
-        return self._boxes[index.fqn, tuple(index.offset)].contiguous()
-
-
-class BlockLoadPlanner(DefaultLoadPlanner):
-    """Plans the reads that fill each block; what is no tensor replaces its entry."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._boxes: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-
-    def set_up_planner(self, state_dict: Entries, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, entry in cast(Entries, self.state_dict).items():
-            if not isinstance(entry, Block):
-                items.append(_read_facts(name))
-                continue
-            self._boxes.update({(name, piece.starts): entry.view(piece) for piece in entry.pieces})
-            chunks = [_chunk(piece) for piece in entry.pieces]
-            items += create_read_items_for_chunk_list(name, cast(Any, self.metadata.state_dict_metadata[name]), chunks)
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        box = self._boxes[read_item.dest_index.fqn, tuple(cast(torch.Size, read_item.dest_index.offset))]
-        return box[tuple(slice(start, start + size) for start, size in zip(read_item.dest_offsets, read_item.lengths))]
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # weights_only: what a checkpoint holds besides tensors is data, never code.
-        cast(Entries, self.state_dict)[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
 
 class AtomicWriter(FileSystemWriter):
     """Writes into a folder beside the checkpoint's, which the coordinator renames when every rank has written.
@@ -116,7 +48,8 @@ class AtomicWriter(FileSystemWriter):
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        super().__init__(unfinished(path))
+        cast(Any, super()).__init__(unfinished(path))
+        self._folder = unfinished(path)
         self._target = path
         self._manifest = dict(manifest)
 
@@ -127,14 +60,14 @@ class AtomicWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         written = super().write_data(plan, planner)
         prefix = str(plan.storage_data.prefix)
-        folder = Path(self.path)
+        folder = self._folder
         sums = {file.name: checksum(file) for file in sorted(folder.glob(f"{prefix}*.distcp"))}
         write_synced(folder / f"{prefix}checksums.json", json.dumps(sums))
         return written
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
-        folder = Path(self.path)
+        folder = self._folder
         sums = {".metadata": checksum(folder / ".metadata")}
         for file in sorted(folder.glob("*checksums.json")):
             sums.update(json.loads(file.read_text()))
@@ -163,7 +96,7 @@ def write(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: Atomic
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            dcp.save(entries, storage_writer=writer, planner=BlockSavePlanner(paths), process_group=group, no_dist=group is None)
+            dcp_save(entries, storage_writer=writer, planner=BlockSavePlanner(paths), process_group=group, no_dist=group is None)
         except CheckpointException as error:  # no Exception
             raise CheckpointError(reason(error)) from error
 
@@ -173,7 +106,7 @@ def write_later(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: 
     planner = BlockSavePlanner(paths)
     if group is None:  # said by the thread, where no context of this one reaches
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    found = dcp.async_save(entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    found = dcp_async_save(entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return cast("Future[Any]", found)
 
 
@@ -187,7 +120,7 @@ def read(entries: Entries, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         try:
-            dcp.load(entries, storage_reader=reader, planner=BlockLoadPlanner(), no_dist=True)
+            dcp_load(entries, storage_reader=reader, planner=BlockLoadPlanner(), no_dist=True)
         except CheckpointException as error:  # no Exception
             raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
 
@@ -220,7 +153,8 @@ def manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     if not file.is_file():
-        raise CheckpointError(f"{path} is no complete checkpoint: it has no {MANIFEST}. partir.latest_checkpoint(folder) finds one that is.")
+        hint = "partir.latest_checkpoint(folder) finds one that is."
+        raise CheckpointError(f"{path} is no complete checkpoint: it has no {MANIFEST}. {hint}")
     try:
         found = json.loads(file.read_text())
         return {**found, "step": int(found["step"]), "files": dict(found["files"])}
@@ -291,21 +225,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_item(name: str, block: Block, piece: Piece) -> WriteItem:
-    properties = TensorProperties(dtype=block.tensor.dtype)
-    data = TensorWriteData(_chunk(piece), properties, torch.Size(block.shape))
-    return WriteItem(MetadataIndex(name, torch.Size(piece.starts)), WriteItemType.SHARD, tensor_data=data)
-
-
-def _read_facts(name: str) -> ReadItem:
-    index, nothing = MetadataIndex(name), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.starts), torch.Size(piece.sizes))
 
 
 def names_of(metadata: Metadata, prefix: str) -> Sequence[str]:

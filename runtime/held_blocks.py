@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from partir.errors import CheckpointError
@@ -32,7 +33,7 @@ def held_block(t: Tensor, like: Tensor | None = None) -> Block:
     layout, local = _layout_of(t if like is None else like), local_of(t).detach()
     if layout is None:
         return Block.whole(local)
-    return Block.of(local, layout, mesh_of(t), dist.get_rank())
+    return Block.of(local, layout, mesh_of(t.device_mesh), dist.get_rank())
 
 
 def holders(t: Tensor) -> list[tuple[int, Piece]]:
@@ -41,7 +42,7 @@ def holders(t: Tensor) -> list[tuple[int, Piece]]:
     if not isinstance(t, DTensor) or layout is None:
         return [(0, piece) for piece in Block.whole(torch.empty(t.shape, dtype=t.dtype, device="meta")).pieces]
     found: dict[tuple[int, ...], tuple[int, Piece]] = {}
-    mesh = mesh_of(t)
+    mesh = mesh_of(t.device_mesh)
     for rank in range(mesh.size):
         for piece in split_pieces(pieces(layout, mesh, rank), t.element_size()):
             found.setdefault(piece.starts, (rank, piece))
@@ -76,9 +77,9 @@ def check_elementwise(name: str, key: str, value: Tensor, parameter: Tensor) -> 
         )
 
 
-def mesh_of(t: DTensor) -> Mesh:
-    """Return the mesh of a distributed parameter."""
-    return Mesh.parse(dict(zip(cast("tuple[str, ...]", t.device_mesh.mesh_dim_names), t.device_mesh.shape)))
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """Return the mesh of distributed parameters."""
+    return Mesh.parse(dict(zip(cast("tuple[str, ...]", device_mesh.mesh_dim_names), device_mesh.shape)))
 
 
 def _layout_of(parameter: Tensor) -> Layout | None:

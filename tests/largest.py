@@ -11,11 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from partir.runtime.torch_dtensor import local_of
+
 CPU = torch.device("cpu")
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the most bytes that any one op's result takes: what is fake, or mapped from a file, takes none."""
+    """Keeps the most bytes that any one op's result takes: what is fake, or mapped from a file, takes none; of a DTensor the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +27,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
+            leaf = local_of(leaf)
             if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and leaf.device == CPU:
                 self._count(leaf.untyped_storage(), func is torch.ops.aten.set_.source_Storage)
         return result
