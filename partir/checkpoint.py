@@ -115,11 +115,11 @@ def save_checkpoint(
         RankError: another rank failed or stopped.
     """
     target, session = Path(path).absolute(), session_of(model)
-    entries, paths = attempt(session, "gathering the state to save", lambda: _entries(model, optimizer, extra, calls))
+    group = None if session is None else session.checkpoint_group()
+    folder_of.finish_earlier(group)
+    entries, paths = attempt(session, "gathering the state to save", lambda: _entries(model, optimizer, step, extra, calls))
     attempt(session, f"making {target}", lambda: folder_of.prepare(target) if _first(session) else None)
     writer = AtomicWriter(target, {"format": FORMAT, "step": step})
-    group = None if session is None else session.checkpoint_group()
-    entries[FACTS]["step"] = step
     if asynchronous:
         return SavingCheckpoint(target, folder_of.write_later(entries, paths, writer, group))
     try:
@@ -190,19 +190,21 @@ class _Plan:
 
 
 def _entries(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, calls: int | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, extra: Mapping[str, Any] | None, calls: int | None
 ) -> tuple[Entries, dict[str, tuple[Any, ...]]]:
     """Return what to save by flat name, and for each name its place in the nested dict that torch's own readers give."""
     state = model_state(model)
     entries: Entries = {MODEL + name: block for name, block in state.blocks.items()}
     paths: dict[str, tuple[Any, ...]] = {MODEL + name: ("model", name) for name in state.blocks}
     counted = parallelized(model).calls if isinstance(model, ParallelModule) else calls or 0
-    facts: dict[str, Any] = {"tied": dict(state.tied), "calls": counted, "seed": torch.initial_seed(), "extra": dict(extra or {})}
+    facts: dict[str, Any] = {"step": step, "extra": dict(extra or {}), "tied": dict(state.tied)}
+    facts |= {"calls": counted, "seed": torch.initial_seed()}
     if optimizer is not None:
         own = optimizer_state(model, optimizer)
         entries.update({OPTIMIZER + name: block for name, block in own.blocks.items()})
         paths.update({OPTIMIZER + name: ("optimizer", "state", *key) for name, key in own.keys.items()})
         facts["optimizer"] = {"groups": own.groups, "plain": own.plain, "keys": dict(own.keys)}
+    folder_of.check_plain(facts)
     entries[FACTS], paths[FACTS] = facts, (FACTS,)
     return entries, paths
 

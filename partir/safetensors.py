@@ -14,6 +14,7 @@ from partir.errors import CheckpointError
 from partir.model_state import Names, Saved, match_names, model_state
 from partir.pieces import Block
 from partir.runtime import safetensors_files as files
+from partir.runtime.checkpoint import finish_earlier
 from partir.runtime.held_blocks import holders
 from partir.runtime.safetensors_files import Entry, Outgoing
 
@@ -67,6 +68,7 @@ def save_safetensors(
     rank = 0 if session is None else session.groups.rank
     tensors = attempt(session, f"preparing {folder}", lambda: _outgoing(model, folder, rename, rank))
     group = None if session is None else session.checkpoint_group()
+    finish_earlier(group)
     try:
         files.write_files(folder, tensors, file_bytes, rank, group)
     except Exception as error:

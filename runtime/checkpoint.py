@@ -9,6 +9,7 @@ Any mesh reads what any mesh wrote, for a box says where it lies in the whole te
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -18,7 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -77,6 +80,25 @@ class AtomicWriter(FileSystemWriter):
         sync_folder(self._target.parent)
 
 
+def check_plain(facts: Mapping[str, Any]) -> None:
+    """Refuse what could be written but not read back: a load takes data, never code.
+
+    Raises:
+        CheckpointError: a value is neither dict, list, number, text nor tensor.
+    """
+    written = io.BytesIO()
+    try:
+        torch.save(dict(facts), written)
+        written.seek(0)
+        torch.load(written, weights_only=True)
+    except Exception as error:
+        line = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            "extra= or the optimizer's groups hold a value that no checkpoint can: use dicts, lists, numbers, texts and tensors "
+            f"({type(error).__name__}: {line})."
+        ) from error
+
+
 def prepare(path: Path) -> None:
     """Make room for a checkpoint: drop what an earlier save that was killed left.
 
@@ -101,12 +123,30 @@ def write(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: Atomic
             raise CheckpointError(reason(error)) from error
 
 
+# A group's saves follow one another: two at once would mix their messages.
+_under_way: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()
+
+
+def finish_earlier(group: Any) -> None:
+    """Wait until an earlier asynchronous save of a group's ranks is complete.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    earlier = None if group is None else _under_way.pop(group, None)
+    error = None if earlier is None else earlier.exception()
+    if error is not None:
+        raise CheckpointError(f"an earlier asynchronous save failed: {reason(error)}") from error
+
+
 def write_later(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: AtomicWriter, group: Any) -> Future[Any]:
     """Copy the blocks and write them in a thread of torch.distributed.checkpoint."""
     planner = BlockSavePlanner(paths)
     if group is None:  # said by the thread, where no context of this one reaches
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     found = dcp_async_save(entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    if group is not None:
+        _under_way[group] = found
     return cast("Future[Any]", found)
 
 

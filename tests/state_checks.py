@@ -36,8 +36,9 @@ def check_saved_on_one_mesh_loads_on_others(rank: int) -> None:
     expected = whole_state(model, optimizer)
     later = partir.save_checkpoint(model, optimizer, folder / "step_4", step=SAVED + 1, asynchronous=True)
     losses = train(model, optimizer, data[SAVED:])
-    assert later.wait() == partir.latest_checkpoint(folder)
     partir.save_checkpoint(model, optimizer, folder / "step_8", step=STEPS, extra={"losses": losses})
+    assert later.done() and later.wait() == folder / "step_4"
+    assert partir.latest_checkpoint(folder) == folder / "step_8"
     for mesh, name in (((4, 1, 2), "step_3"), ((2, 1, 2, 2), "step_4")):
         other, restarted = parallel(mesh, 1 + rank)
         found = partir.load_checkpoint(other, restarted, folder / name)

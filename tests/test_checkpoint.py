@@ -209,6 +209,13 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
             partir.save_checkpoint(model, None, tmp_path / name)
 
 
+def test_extra_is_data(tmp_path: Path) -> None:
+    model = made(0)
+    with pytest.raises(CheckpointError, match="use dicts, lists, numbers, texts and tensors"):
+        partir.save_checkpoint(model, None, tmp_path / "step_1", extra={"model": model})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_manifest_is_readable(saved: Any) -> None:
     found = json.loads((saved[0] / "step_3" / "checkpoint.json").read_text())
     assert found["step"] == 3 and sorted(found["files"]) == [".metadata", "__0_0.distcp"]
