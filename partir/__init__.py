@@ -4,6 +4,7 @@
 """
 
 from partir.api import full_state_dict, parallelize
+from partir.checkpoint import Checkpoint, SavingCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import PartirError
@@ -16,27 +17,35 @@ from partir.rules import rule
 from partir.rules.check import check_rules
 from partir.runtime.parameters import full_gradient, full_tensor, load_optimizer_state_dict, optimizer_state_dict
 from partir.runtime.record import record_communication
+from partir.safetensors import load_safetensors, save_safetensors
 from partir.suggest import Suggestion, suggest_mesh
 
 __all__ = [
+    "Checkpoint",
     "Layout",
     "Mesh",
     "PartirError",
     "Plan",
     "PlanDifference",
     "PlanDocument",
+    "SavingCheckpoint",
     "Suggestion",
     "check_rules",
     "full_gradient",
     "full_state_dict",
     "full_tensor",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
+    "load_safetensors",
     "parallelize",
     "plan",
     "record_communication",
     "rule",
     "same_randomness",
+    "save_checkpoint",
+    "save_safetensors",
     "suggest_mesh",
     "verify",
 ]

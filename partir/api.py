@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor
 from partir import rules as rule_files
 from partir.errors import PartirError
 from partir.follow_plan import requested
+from partir.initial_tape import Initialize
+from partir.initial_values import InitialValues, default_device, materialize
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
+from partir.random_numbers import as_int64
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
 from partir.signature import positional
 from partir.suggest import automatic_mesh
@@ -44,6 +47,7 @@ def parallelize(
     rng: str = "exact",
     timeout: float | None = None,
     plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
+    initialize: Initialize | None = None,
 ) -> Model:
     """Run a module on a mesh of ranks, with the loss and gradients that it has on one device.
 
@@ -67,6 +71,8 @@ def parallelize(
             drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
         plan: a plan, or the path of a saved and perhaps edited one: mesh, memory, vectors, outputs, rng and layouts are its own.
+        initialize: of a model built under `torch.device("meta")`: `initialize(model)` runs after its modules' own init functions
+            (`reset_parameters`, `_init_weights`), for what only `__init__` would have set.
 
     Raises:
         MeshError: the mesh does not exist, or the world size is neither 1 nor its size.
@@ -90,6 +96,7 @@ def parallelize(
     compiler = Compiler(compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(ranks, options, original, compiler)
+    _give_values(model, state, initialize)
     _distribute(model, state)
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))
@@ -119,6 +126,18 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if session is None or session.groups.rank == 0:
             whole[name] = value.cpu()
     return whole
+
+
+def _give_values(model: nn.Module, state: Parallelized, initialize: Initialize | None) -> None:
+    """Materialize a model that is on meta: on a rank each parameter awaits its block until its layout is known."""
+    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        if initialize is not None:
+            raise PartirError(f"{type(model).__name__} has values, so initialize= is not for it: only a model on meta is initialized here.")
+        return
+    session = state.session(model)
+    device = default_device() if session is None else session.device
+    seed = as_int64(torch.initial_seed()) if session is None else session.seed()
+    materialize(model, InitialValues(model, seed, initialize), device, whole=session is None)
 
 
 def _distribute(model: nn.Module, state: Parallelized) -> None:

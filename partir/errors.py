@@ -48,6 +48,10 @@ class PlanError(PartirError):
     """A plan file that cannot be read or written, is of another model, or was edited into nonsense."""
 
 
+class CheckpointError(PartirError):
+    """A checkpoint that is incomplete, damaged or of another model, or that cannot be written."""
+
+
 class UnknownNameError(PartirError, KeyError):
     """A name that nothing has; the message has the closest names."""
 

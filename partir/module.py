@@ -23,6 +23,7 @@ from partir.mesh import Mesh
 from partir.options import Options
 from partir.program import Program, Slot
 from partir.random_numbers import as_int64, seed_tensor
+from partir.runtime.initial_blocks import fill_left_out
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
 from partir.signature import layout_of_dtensor, signature
@@ -141,6 +142,7 @@ class Parallelized:
         session.agreement.succeed("compiling", error)
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
+        fill_left_out(model, self.mesh)
         return Entry(compiled, run, self._input_names(model, structure))
 
     def _compile(

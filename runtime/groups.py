@@ -101,10 +101,10 @@ class Groups:
             self._groups[key] = Group(made, ranks, ranks.index(self.rank), order)
         return self._groups[key]
 
-    def control(self) -> Group:
-        """Return the group of all ranks whose messages stay on the CPU."""
+    def control(self, purpose: str = "") -> Group:
+        """Return the group of all ranks whose messages stay on the CPU; what another purpose sends does not come between."""
         ranks = tuple(range(self.mesh.size))
-        return Group(self._process_group(ranks, "gloo") if len(ranks) > 1 else None, ranks, self.rank)
+        return Group(self._process_group(ranks, "gloo", purpose) if len(ranks) > 1 else None, ranks, self.rank)
 
     def device_mesh(self, layout: Layout | None = None) -> DeviceMesh:
         """Return the DeviceMesh on which ``layout`` is plain `Shard` placements; by default the parameters' one."""
@@ -131,9 +131,9 @@ class Groups:
         members = [self._process_group(self.mesh.group(self.rank, (name,))) for name in names]
         return DeviceMesh.from_group(members, self.device.type, ranks, mesh_dim_names=names)
 
-    def _process_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+    def _process_group(self, ranks: Sequence[int], backend: str | None = None, purpose: str = "") -> Any:
         made = _made.setdefault(dist.group.WORLD, {})
-        key = (tuple(sorted(ranks)), backend, self.timeout)
+        key = (tuple(sorted(ranks)), backend, self.timeout, purpose)
         if key not in made:
             made[key] = dist.new_group(
                 sorted(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True

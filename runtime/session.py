@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from partir.errors import MeshError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.program import Program
+from partir.random_numbers import as_int64
 from partir.runtime.agree import Agreed, Agreement, content_hash
 from partir.runtime.distributed import DistributedProgram
 from partir.runtime.failures import Failures
@@ -44,7 +46,7 @@ def device_of(model: nn.Module) -> torch.device:
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     tensor: Tensor | None = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+    return torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
 
 
 # Every rank makes its sessions in the same order, so the number is the same on all of them.
@@ -70,6 +72,10 @@ class Session:
         self.agreement = Agreement(self.groups, Transport(self.groups.rank, torch.device("cpu"), self.failures))
         self.parameters = Parameters(mesh, self.groups)
 
+    def checkpoint_group(self) -> Any:
+        """Return the group of all ranks in which checkpoints are written, perhaps by a thread: none but they send in it."""
+        return self.groups.control("checkpoints").process_group
+
     def distribute(self, model: nn.Module, description: str) -> None:
         """Check that every rank parallelizes the same model in the same way, and give all of them rank 0's values."""
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -93,6 +99,10 @@ class Session:
         text += program.backward.code if program.backward is not None else ""
         self.agreement.compare("the compiled program", text)
         return DistributedProgram(program, self.groups, self.transport)
+
+    def seed(self) -> int:
+        """Return rank 0's seed."""
+        return self.agreement.compare("the seed of the first values", "", seed=as_int64(torch.initial_seed())).seed
 
     def lay(self, named: Sequence[tuple[nn.Parameter, Layout]]) -> None:
         """Give parameters the layouts of a program, in place."""
