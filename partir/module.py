@@ -120,7 +120,7 @@ class Parallelized:
             session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
         if not agreed.ready or found is None:
             found = self._programs[key] = self._distribute(session, model, args, kwargs, leaves, structure, found)
-        return found, (agreed.seed, agreed.calls)
+        return found, (agreed.seed, calls)
 
     def _distribute(
         self,
@@ -139,6 +139,9 @@ class Parallelized:
         except Exception as caught:
             error = caught
         session.agreement.succeed("compiling", error)
+        constants = {slot.name: slot.value for slot in cast(Any, compiled).traced.slots if slot.kind == "constant"}
+        if constants:
+            session.agree_on_constants(constants)
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
         return Entry(compiled, run, self._input_names(model, structure))

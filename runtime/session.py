@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -75,11 +75,13 @@ class Session:
         named = [*model.named_parameters(), *model.named_buffers()]
         shapes = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in named)
         self.agreement.compare("the model to parallelize", f"{description}; {shapes}")
-        self.parameters.distribute(model)
+        with self.failures.told("the broadcast of parameters"):
+            self.parameters.distribute(model)
 
     def agree_on_call(self, signature: str, ready: bool, seed: int, calls: int) -> Agreed:
-        """Compare the signature of a call; `ready` says that this rank has its program."""
+        """Compare the signature of a call after `calls` others; `ready` says that this rank has its program."""
         self.failures.check()
+        self.failures.call = calls + 1
         return self.agreement.compare("the signature of a call", signature, ready=ready, seed=seed, calls=calls)
 
     def agree_on_contents(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -92,9 +94,16 @@ class Session:
         text = "\n".join([*map(str, program.inputs), *map(str, program.outputs), program.forward.code])
         text += program.backward.code if program.backward is not None else ""
         self.agreement.compare("the compiled program", text)
-        return DistributedProgram(program, self.groups, self.transport)
+        with self.failures.told("the making of process groups"):
+            return DistributedProgram(program, self.groups, self.transport)
+
+    def agree_on_constants(self, constants: Mapping[str, Tensor]) -> None:
+        """Compare tensors that a model holds as plain attributes: nobody sends them, as parameters and buffers are sent."""
+        hashes = ", ".join(f"{name} {list(t.shape)} hash {content_hash([t])}" for name, t in constants.items())
+        self.agreement.compare("a tensor that is an attribute of the model, and no buffer,", hashes)
 
     def lay(self, named: Sequence[tuple[nn.Parameter, Layout]]) -> None:
         """Give parameters the layouts of a program, in place."""
-        for parameter, layout in named:
-            self.parameters.lay(parameter, layout)
+        with self.failures.told("the first layout of parameters"):
+            for parameter, layout in named:
+                self.parameters.lay(parameter, layout)
