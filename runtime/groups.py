@@ -122,8 +122,7 @@ class Groups:
     def control(self) -> Group:
         """Return the group of all ranks whose messages stay on the CPU."""
         ranks = tuple(range(self.mesh.size))
-        # Ranks come here when their scripts do, which may be long after one another.
-        made = ref(self._process_group(ranks, "gloo", self.timeout)) if len(ranks) > 1 else None
+        made = ref(self._process_group(ranks, "gloo", self._time_to_meet())) if len(ranks) > 1 else None
         return Group(made, ranks, self.rank)
 
     def device_mesh(self, layout: Layout | None = None) -> DeviceMesh:
@@ -132,6 +131,10 @@ class Groups:
         if names not in self._device_meshes:
             self._device_meshes[names] = self._make_device_mesh(names)
         return self._device_meshes[names]
+
+    def _time_to_meet(self) -> timedelta:
+        """Return how long to wait for all ranks: where the default group could not meet, scripts may come long after one another."""
+        return MEETING if "gloo" in str(dist.get_backend_config()) else self.timeout
 
     def hang_up(self) -> None:
         """Close this rank's connections, so that nobody waits for it; its groups are made anew when asked for.

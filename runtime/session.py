@@ -67,8 +67,19 @@ class Session:
         name = f"session {next(_sessions)}"
         self.failures = Failures(self.groups.rank, mesh.size, self.groups.timeout, self.groups.hang_up, name)
         self.transport = Transport(self.groups.rank, device, self.failures)
-        self.agreement = Agreement(self.groups, Transport(self.groups.rank, torch.device("cpu"), self.failures))
+        self._meet()
+        with self.failures.told("the making of the first process group"):
+            self.agreement = Agreement(self.groups, Transport(self.groups.rank, torch.device("cpu"), self.failures))
         self.parameters = Parameters(mesh, self.groups)
+
+    def _meet(self) -> None:
+        """Wait until every rank is here: scripts may come long after one another, but nobody must wait for a dead one.
+
+        A store tells nobody that a process died, a connection does: the default group's, where it has one on the CPU.
+        """
+        if self.mesh.size > 1 and "gloo" in str(dist.get_backend_config()):
+            work = dist.all_reduce(torch.zeros(1), async_op=True)
+            self.failures.wait(work, "the meeting of the ranks, before call 1", on_cpu=True, direct=False)
 
     def distribute(self, model: nn.Module, description: str) -> None:
         """Check that every rank parallelizes the same model in the same way, and give all of them rank 0's values."""
