@@ -6,7 +6,7 @@
 from partir.api import full_state_dict, parallelize
 from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
-from partir.errors import PartirError
+from partir.errors import NonFiniteError, PartirError, RankError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.plan_difference import PlanDifference
@@ -21,10 +21,12 @@ from partir.suggest import Suggestion, suggest_mesh
 __all__ = [
     "Layout",
     "Mesh",
+    "NonFiniteError",
     "PartirError",
     "Plan",
     "PlanDifference",
     "PlanDocument",
+    "RankError",
     "Suggestion",
     "check_rules",
     "full_gradient",

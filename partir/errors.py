@@ -37,6 +37,10 @@ class RankError(PartirError):
     """Ranks that disagree, stopped, or do not answer."""
 
 
+class NonFiniteError(PartirError, FloatingPointError):
+    """A loss that is nan or inf, where `check_finite` asks for it."""
+
+
 class VerifyError(PartirError):
     """A graph or a result that fails its check."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from partir.runtime.differences import difference, other_calls
 from partir.runtime.groups import Groups
 from partir.runtime.torch_dtensor import dist
 from partir.runtime.transport import Call, Transport
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Agreement:
         where = Call("comparison", "all", "", what, counted=False, label=f"the comparison of {what}")
         rows = self._transport.wait(self._transport.gather_rows(mine, self._group, where)).tolist()
         if any((row[0] ^ number) & ~1 for row in rows):
-            raise RankError(difference(self._texts(f"{what}: {text}"), what))
+            raise RankError(difference(self.exchange(f"{what}: {text}"), what))
         if any(row[2] != calls for row in rows):
             raise RankError(other_calls([row[2] for row in rows]))
         return Agreed(rows[0][1], all(row[0] & 1 for row in rows))
@@ -80,17 +83,20 @@ class Agreement:
         """
         if self.compare(what, "", ready=error is None).ready:
             return
-        texts = self._texts("" if error is None else f"{type(error).__name__}: {error}")
+        texts = self.exchange("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         raise RankError(f"{what} failed on other ranks:\n    " + "\n    ".join(failed))
 
-    def _texts(self, mine: str) -> list[str]:
-        texts: list[str | None] = [None] * self._group.size
-        with self._transport.failures.told("the exchange of what differs"):
-            dist.all_gather_object(texts, mine, group=self._group.process_group)
-        return [text or "" for text in texts]
+    def exchange(self, mine: Value) -> list[Value]:
+        """Return what every rank brings; nothing that is compared, so no rank may leave out the call."""
+        if self._group.size == 1:
+            return [mine]
+        values: list[Any] = [None] * self._group.size
+        with self._transport.failures.told("the exchange of what ranks found"):
+            dist.all_gather_object(values, mine, group=self._group.process_group)
+        return values
 
 
 def content_hash(tensors: Sequence[Tensor]) -> str:

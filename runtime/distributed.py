@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from partir.blocks import is_owner, shard
 from partir.errors import OutOfRangeError, PartirError, RankError, add_note, is_out_of_range, name_in_generated_code, source_line
+from partir.non_finite import Held, held
 from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.bind_collectives import bind_collectives
@@ -64,6 +65,13 @@ class DistributedProgram:
                 results = self.forward(*self._blocks(tensors))
             return tuple(self._wrap(results[: self.program.num_outputs]))
         return cast(Any, _Run).apply(self, *tensors)
+
+    def look_at_nodes(self, tensors: Sequence[Tensor]) -> dict[str, Held | None]:
+        """Run the forward again and return what each value holds on this rank. Every rank must call it."""
+        with torch.no_grad(), self._one_for_all("forward", self.transport.failures.call):
+            looking = _Looking(self.forward)
+            looking.run(*self._blocks(tensors))
+        return looking.seen
 
     def _blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._block(t, slot) for t, slot in zip(tensors, self.program.inputs)]
@@ -153,6 +161,19 @@ class DistributedProgram:
         if own_spec is None or not slot.layout.strip(self.mesh).split_axes:
             return block
         return make_dtensor(block, own_spec).full_tensor()
+
+
+class _Looking(torch.fx.Interpreter):
+    """Runs a bound graph node by node and counts what each value holds."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seen: dict[str, Held | None] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        self.seen[n.name] = held(value)
+        return value
 
 
 class _Run(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from partir.errors import MeshError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.non_finite import Held
 from partir.program import Program
 from partir.runtime.agree import Agreed, Agreement, content_hash
 from partir.runtime.distributed import DistributedProgram
@@ -99,6 +100,13 @@ class Session:
         """Compare what the inputs hold."""
         hashes = ", ".join(f"{name} {list(t.shape)} hash {content_hash([t])}" for name, t in zip(names, tensors))
         self.agreement.compare("the contents of the inputs", hashes)
+
+    def look_at_nodes(self, program: DistributedProgram, tensors: Sequence[Tensor]) -> dict[str, list[Held | None]]:
+        """Run a forward again and return what each value held on each rank."""
+        self.agreement.compare("whether the loss is finite", "it is not")
+        mine = program.look_at_nodes(tensors)
+        ranks = self.agreement.exchange(mine)
+        return {name: [seen.get(name) for seen in ranks] for name in mine}
 
     def bind(self, program: Program) -> DistributedProgram:
         """Return a program ready to run; every rank binds the same one."""

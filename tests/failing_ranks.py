@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from partir import parallelize
-from partir.errors import RankError
+from partir.errors import NonFiniteError, RankError
 from partir.module import parallelized
 
 MESH = (2, 2, 1)
@@ -122,6 +123,31 @@ def check_ranks_that_differ(rank: int) -> None:
     text = str(error_within(30, lambda: model(torch.ones(4 if rank == FAILS else 8, 16))))
     assert "the signature of a call differs between ranks: rank 2 from the others" in text and "[4, 16]" in text, text
     model(torch.ones(8, 16)).backward()
+
+
+class Logs(nn.Module):
+    """The mean logarithm of a linear's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+        nn.init.eye_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.linear(x)).mean()
+
+
+def check_a_loss_that_is_nan(rank: int) -> None:
+    """Every rank names itself, the call, the node, its line, and the rank where it was made; then they go on."""
+    model = parallelize(Logs(), MESH, check_finite="nodes")
+    x = torch.ones(8, 16)
+    model(x + 1).backward()
+    x[7, 3] = -2.0
+    error = error_within(30, lambda: model(x))
+    text = str(error)
+    assert isinstance(error, NonFiniteError) and f"rank {rank}, call 2: the loss output[0] is nan. %log = aten.log.default" in text, text
+    assert "failing_ranks.py:" in text and re.search(r"makes 1 nan of 32 values on rank [23] of %\w+: values from -2 to 1\.", text), text
+    assert torch.isfinite(model(x.abs()))
 
 
 def check_nothing_is_left(rank: int) -> None:
