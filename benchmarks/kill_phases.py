@@ -1,7 +1,11 @@
-"""What ranks do while one of them is killed: `benchmarks.kill_ranks` runs a phase by its name."""
+"""What ranks do while one of them is killed: `benchmarks.kill_ranks` runs a phase by its name.
+
+A phase says "ready" once it has done its work a first time, and goes on until an error ends it.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +16,6 @@ import partir
 from examples.models.gpt import GPT, GPTConfig
 
 Say = Callable[[str], None]
-STEPS = 8
 
 
 def mesh_of_world() -> tuple[int, ...]:
@@ -22,13 +25,13 @@ def mesh_of_world() -> tuple[int, ...]:
 
 
 def train(rank: int, say: Say, folder: Path) -> None:
-    """Compile, then take some steps with clipping: everything that a step may be doing when a rank dies."""
+    """Compile, then take steps with clipping: everything that a step may be doing when a rank dies."""
     torch.manual_seed(0)
     model = partir.parallelize(GPT(GPTConfig(vocab_size=64, block_size=8, num_layers=1, num_heads=2, hidden=16)), mesh_of_world())
     say("parallelized")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(64, (8, 8), generator=torch.Generator().manual_seed(0))
-    for step in range(STEPS):
+    for step in itertools.count():
         loss = model(ids, labels=ids)
         say(f"forward {step + 1}")
         loss.backward()
@@ -36,7 +39,7 @@ def train(rank: int, say: Say, folder: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        say(f"step {step + 1}")
+        say(f"step {step + 1}" if step else "ready")
 
 
 PHASES: dict[str, Callable[[int, Say, Path], None]] = {"step": train}

@@ -2,7 +2,8 @@
 
     python -m benchmarks.kill_ranks --phase step --times 20
 
-Each time 4 gloo ranks begin a phase, and `kill -9` takes one of them at a random moment between joining and the phase's usual end.
+Each time 4 gloo ranks begin a phase, and `kill -9` takes one of them at a random moment: half of the times after they have joined (they
+compile then), half of the times after they are ready (they repeat what the phase does).
 Exit code 0: every survivor ended within 60 s with an error that names itself, the call, and the dead rank.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -26,7 +28,8 @@ from typing import Any
 
 LIMIT_SECONDS = 60
 PRELOADED = ["torch", "torch.distributed.tensor", "partir", "benchmarks.kill_phases"]
-NAMES_A_CAUSE = ("No word from rank {dead}", "The store of torch.distributed is gone")
+MARKS = ("joined", "ready")
+WITHIN_SECONDS = {"joined": 10.0, "ready": 3.0}
 
 
 @dataclass
@@ -45,13 +48,19 @@ class Survivor:
     error: str = ""
     seconds: float | None = None
 
-    def fault(self, dead: int) -> str:
-        """Say what is wrong with how this rank ended, "" where nothing is."""
+    def fault(self, dead: int, store_ended: float) -> str:
+        """Say what is wrong with how this rank ended, "" where nothing is.
+
+        Args:
+            dead: the rank that was killed.
+            store_ended: seconds from the kill to the end of rank 0, which keeps the store: who comes later hears nobody any more.
+        """
         if self.seconds is None:
             return f"rank {self.rank} still ran after {LIMIT_SECONDS} s"
         if f"rank {self.rank} " not in self.error or "call" not in self.error:
             return f"rank {self.rank} named neither itself nor a call: {self.error!r}"
-        if not any(text.format(dead=dead) in self.error or f", {dead}" in self.error for text in NAMES_A_CAUSE):
+        named = re.search(rf"No word from rank (\d+, )*{dead}\b", self.error)
+        if not named and not (store_ended < self.seconds and "The store of torch.distributed is gone" in self.error):
             return f"rank {self.rank} did not name rank {dead}: {self.error!r}"
         return ""
 
@@ -62,11 +71,13 @@ class Trial:
 
     Args:
         dead: the rank.
-        after: seconds from the last rank's joining to the kill.
+        mark: what every rank had said when the clock began, of `MARKS`.
+        after: seconds from then to the kill.
         ranks: all of them, the dead one too.
     """
 
     dead: int
+    mark: str
     after: float
     ranks: list[Survivor]
 
@@ -77,32 +88,33 @@ class Trial:
 
     def faults(self) -> list[str]:
         """Return what is wrong, nothing where nothing is."""
-        return [fault for survivor in self.survivors if (fault := survivor.fault(self.dead))]
+        store_ended = self.ranks[0].seconds
+        faults = [survivor.fault(self.dead, LIMIT_SECONDS if store_ended is None else store_ended) for survivor in self.survivors]
+        return [fault for fault in faults if fault]
 
     def __str__(self) -> str:
         point = (self.ranks[self.dead].steps or ["joined"])[-1]
         slowest = max((survivor.seconds or LIMIT_SECONDS for survivor in self.survivors), default=0.0)
-        return f"rank {self.dead} killed after {self.after:5.2f} s ({point}): last survivor ended {slowest:4.1f} s later"
+        moment = f"{self.after:5.2f} s after all were {self.mark} ({point})"
+        return f"rank {self.dead} killed {moment}: last survivor ended {slowest:4.1f} s later"
 
 
-def kill_once(phase: str, num_ranks: int, dead: int, after: float, folder: Path) -> Trial:
-    """Start the ranks, kill one `after` seconds after all have joined, and collect what the others leave.
+def kill_once(phase: str, num_ranks: int, dead: int, mark: str, after: float, folder: Path) -> Trial:
+    """Start the ranks, kill one `after` seconds after all have said a mark, and collect what the others leave.
 
     Args:
         phase: a name in `benchmarks.kill_phases.PHASES`.
-        dead: the rank to kill, -1 for none.
         folder: for what a phase writes.
     """
     processes, pipes = _start(phase, num_ranks, folder)
     ranks = [Survivor(rank) for rank in range(num_ranks)]
-    while not all(rank.steps for rank in ranks):
+    while not all(mark in rank.steps for rank in ranks):
         _hear(ranks, pipes, 1.0)
     until = time.monotonic() + after
     while time.monotonic() < until:
         _hear(ranks, pipes, until - time.monotonic())
     killed = time.monotonic()
-    if dead >= 0:
-        os.kill(processes[dead].pid, signal.SIGKILL)
+    os.kill(processes[dead].pid, signal.SIGKILL)
     while time.monotonic() < killed + LIMIT_SECONDS and any(process.is_alive() for process in processes):
         _hear(ranks, pipes, 0.2)
         for rank, process in zip(ranks, processes):
@@ -112,17 +124,19 @@ def kill_once(phase: str, num_ranks: int, dead: int, after: float, folder: Path)
     for process in processes:
         process.kill()
         process.join()
-    return Trial(dead, after, ranks)
+    return Trial(dead, mark, after, ranks)
 
 
-def kill_at_random_points(phase: str, times: int, num_ranks: int, seed: int, folder: Path, say: Callable[[str], None] = print) -> list[Trial]:
-    """Kill a random rank at a random moment, again and again; the first run, with nobody killed, shows how long a phase takes."""
+def kill_at_random_points(
+    phase: str, times: int, num_ranks: int, seed: int, folder: Path, say: Callable[[str], None] = print
+) -> list[Trial]:
+    """Kill a random rank at a random moment, again and again."""
     chance = random.Random(seed)
-    usual = max(rank.seconds or 0.0 for rank in kill_once(phase, num_ranks, -1, 0.0, folder).ranks)
-    say(f"phase {phase} on {num_ranks} ranks takes {usual:.1f} s")
     trials: list[Trial] = []
-    for _ in range(times):
-        trial = kill_once(phase, num_ranks, chance.randrange(num_ranks), chance.uniform(0, usual), folder)
+    for number in range(times):
+        mark = MARKS[(number + 1) % len(MARKS)]
+        after = chance.uniform(0, WITHIN_SECONDS[mark])
+        trial = kill_once(phase, num_ranks, chance.randrange(num_ranks), mark, after, folder)
         trials.append(trial)
         say("\n".join([str(trial), *(f"    WRONG: {fault}" for fault in trial.faults())]))
     return trials
@@ -180,8 +194,6 @@ def _run_rank(phase: str, rank: int, num_ranks: int, port: int, folder: str, sen
         sender.send(("error", f"{type(error).__name__}: {error}"))
         sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:

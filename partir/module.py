@@ -113,7 +113,7 @@ class Parallelized:
         who = f"call {self.calls}" if session is None else f"rank {session.groups.rank}, call {self.calls}"
         why = 'Pass check_finite="nodes" to parallelize and the node is named that made it'
         if self.options.check_finite == "nodes":
-            seen = cast(Any, entry.run).look_at_nodes(*tensors) if session is None else session.look_at_nodes(entry.run, tensors)
+            seen = cast(Any, entry.run).look_at_nodes(*tensors) if session is None else session.look_at_nodes(cast(Any, entry.run), tensors)
             why = cause(program.forward, index, "nan" if loss.isnan() else "inf", seen)
         raise NonFiniteError(f"{who}: the loss {program.outputs[index].name} is {loss.item()}. {why}.")
 

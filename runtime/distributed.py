@@ -201,8 +201,8 @@ class _Run(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         distributed = cast(DistributedProgram, ctx.distributed)
-        for name, t, version, held in ctx.versions:  # held: off the diagonal the block that ran is a stand-in
-            if t._version != version or local_of(t) is not held:
+        for name, t, version, block in ctx.versions:  # block: off the diagonal the block that ran is a stand-in
+            if t._version != version or local_of(t) is not block:
                 raise PartirError(f"{name} was changed between forward and backward; its gradient would be wrong.")
         saved = ctx.saved_tensors
         with distributed._one_for_all("backward", ctx.call):  # pyright: ignore[reportPrivateUsage]

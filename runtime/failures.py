@@ -6,6 +6,7 @@ connections, and says why in the store of torch.distributed.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Generator
@@ -13,12 +14,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from partir.errors import PartirError, RankError
+from partir.errors import RankError
 from partir.runtime import uncaught
 from partir.runtime.torch_dtensor import default_store, dist
 
 LOOK_EVERY = timedelta(seconds=2)
 LISTEN_SECONDS = 5.0
+# The process that keeps the store takes it along, and with it the words of ranks that are slow to notice.
+HOST_LISTEN_SECONDS = 15.0
 
 
 class Failures:
@@ -86,7 +89,7 @@ class Failures:
         """Turn a connection that is lost in torch's own code into the error that says who stopped.
 
         Args:
-            where: what is done meanwhile, for the error.
+            where: what is done meanwhile, for the error; by default of the call at hand.
 
         Raises:
             RankError: the connection was lost.
@@ -96,7 +99,8 @@ class Failures:
         except Exception as error:
             if not uncaught.is_lost_connection(error):
                 raise
-            raise self.failure(where, _first_line(error)) from error
+            when = "" if " of call " in where else f", before call {max(self.call, 1)}"
+            raise self.failure(where + when, _first_line(error)) from error
 
     def failure(self, where: str, cause: str) -> RankError:
         """Tell the others that this rank stops, hear who else did, and return the error to raise."""
@@ -138,7 +142,8 @@ class Failures:
 
     def _listen(self) -> dict[int, str]:
         told: dict[int, str] = {}
-        deadline = time.monotonic() + LISTEN_SECONDS
+        keeps_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        deadline = time.monotonic() + (HOST_LISTEN_SECONDS if keeps_store else LISTEN_SECONDS)
         while len(told) < self.num_ranks - 1 and self._store is not None:
             for rank in range(self.num_ranks):
                 if rank != self.rank and rank not in told:

@@ -26,7 +26,7 @@ from partir.runtime.torch_dtensor import backend_of, dist, hold_groups_by_name, 
 
 PARAMETER_AXES = ("data", "y", "z", "x")
 # Members of a group ask for it at the same time, so one that does not come within this has died.
-MEETING = timedelta(seconds=50)
+MEETING = timedelta(seconds=40)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,10 @@ class Groups:
         gloo has no abort, but a receive whose wait runs out closes the connection.
         """
         made = _made.get(dist.group.WORLD) if dist.is_initialized() else None
-        for key, process_group in [] if made is None else list(made.items()):
-            del made[key]
+        left = [] if made is None else list(made.items())
+        if made is not None:
+            made.clear()
+        for key, process_group in left:
             if self.device.type == "cpu" or key[1] == "gloo":
                 _close_pairs(process_group)
         self._groups.clear()

@@ -10,21 +10,34 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from partir.errors import PartirError
 from partir.runtime.torch_dtensor import dist
 
-if TYPE_CHECKING:
-    from partir.runtime.failures import Failures
 
-_watched: WeakSet[Failures] = WeakSet()
+class Told(Protocol):
+    """A session's failures, as far as the hook knows them."""
+
+    rank: int
+    call: int
+
+    def report(self, text: str) -> None:
+        """Leave word for the other ranks."""
+        ...
+
+    def words_of_others(self) -> str:
+        """Return what they said."""
+        ...
+
+
+_watched: WeakSet[Told] = WeakSet()
 _hook_before: list[Callable[..., Any]] = []
 NOT_THE_USERS = ("site-packages", str(Path(__file__).parent.parent / "partir"), str(Path(__file__).parent), "<eval_with_key>")
 
 
-def watch(failures: Failures) -> None:
+def watch(failures: Told) -> None:
     """Tell the other ranks of a session of an exception that nobody catches here."""
     if not _hook_before:
         _hook_before.append(sys.excepthook)

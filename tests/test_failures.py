@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.kill_ranks import kill_at_random_points
 from tests import failing_ranks
 from tests.distributed_worker import RankReport, run_world
 
@@ -23,3 +26,8 @@ def test_on_4_ranks(world: list[RankReport], name: str) -> None:
     missing = [report.rank for report in world if name not in report.errors]
     assert not failed, "\n".join(failed)
     assert not missing, f"ranks {missing} did not reach the end of {name}"
+
+
+def test_survivors_of_a_kill_end_and_name_it(tmp_path: Path) -> None:
+    trials = kill_at_random_points("step", times=2, num_ranks=4, seed=0, folder=tmp_path)
+    assert [trial.faults() for trial in trials] == [[], []], "\n".join(map(str, trials))
