@@ -7,7 +7,7 @@ from partir.api import full_state_dict, parallelize
 from partir.checkpoint import Checkpoint, SavingCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
-from partir.errors import PartirError
+from partir.errors import NonFiniteError, PartirError, RankError
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.plan_difference import PlanDifference
@@ -24,10 +24,12 @@ __all__ = [
     "Checkpoint",
     "Layout",
     "Mesh",
+    "NonFiniteError",
     "PartirError",
     "Plan",
     "PlanDifference",
     "PlanDocument",
+    "RankError",
     "SavingCheckpoint",
     "Suggestion",
     "check_rules",

@@ -42,6 +42,7 @@ def parallelize(
     vectors: str = "balanced",
     outputs: str = "auto",
     check_inputs: str = "first",
+    check_finite: str = "never",
     pin: Mapping[str, str] | None = None,
     rules: str | Path | Iterable[str | Path] | None = None,
     rng: str = "exact",
@@ -65,6 +66,8 @@ def parallelize(
         outputs: "whole", "sharded" (DTensors, no gather), or "auto": 0-d tensors whole; others whole unless a 0-d loss is returned
             and gradients are recorded.
         check_inputs: compare the inputs' contents between ranks at the "first" call of a signature, "always" or "never".
+        check_finite: "loss": a 0-d output that is nan or inf is an error at once; "nodes": and the call is run once more to name the
+            node, the line and the rank that made the first one.
         pin: layouts by name pattern, `{"blocks.*.fc1.weight": "f[out@y.x, in@z]"}`.
         rules: paths of rule files; in this model their rules come before those of `partir.rules.add` and the built-in ones.
         rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
@@ -80,6 +83,7 @@ def parallelize(
         PlanError: the plan is no plan, is of another model, or contradicts what else is given.
         PartirError: the module is already parallelized, or anything that compiling it finds.
         RankError: ranks differ in model or options.
+        NonFiniteError: by a call, where `check_finite` asks for it.
     """
     if isinstance(model, ParallelModule):
         raise PartirError(f"{type(model).__name__} is already parallelized over {parallelized(model).mesh}.")
@@ -89,7 +93,9 @@ def parallelize(
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
     files = rule_files.read(rules)
-    given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
+    given = Options(
+        memory, vectors, outputs, check_inputs, pin=dict(pin or {}), rng=rng, timeout=limit, rules=files, check_finite=check_finite
+    )
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from partir.errors import PartirError
+from partir.errors import NonFiniteError, PartirError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.non_finite import cause
 from partir.options import Options
 from partir.program import Program, Slot
 from partir.random_numbers import as_int64, seed_tensor
@@ -91,10 +92,31 @@ class Parallelized:
         entry, seed = self._entry(model, args, kwargs, leaves, structure)
         self.calls += 1
         program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
-        results = entry.run(*self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed))
+        tensors = self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed)
+        results = entry.run(*tensors)
+        if self.options.check_finite != "never":
+            self._check_finite(model, entry, tensors, results[: traced.num_outputs])
         for index, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers):
             _write_buffer(model, name, results[index])
         return traced.outputs.rebuild(results[: traced.num_outputs])
+
+    def _check_finite(self, model: nn.Module, entry: Entry, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Raise if a 0-d output is nan or inf: it is the same on every rank, so all of them come to this at once.
+
+        Raises:
+            NonFiniteError: it is.
+        """
+        losses = [(index, t) for index, t in enumerate(outputs) if t.dim() == 0 and t.is_floating_point()]
+        index, loss = next(((index, t) for index, t in losses if not torch.isfinite(t.detach())), (0, None))
+        if loss is None:
+            return
+        session, program = self.session(model), cast(Program, entry.compiled.program)
+        who = f"call {self.calls}" if session is None else f"rank {session.groups.rank}, call {self.calls}"
+        why = 'Pass check_finite="nodes" to parallelize and the node is named that made it'
+        if self.options.check_finite == "nodes":
+            seen = cast(Any, entry.run).look_at_nodes(*tensors) if session is None else session.look_at_nodes(cast(Any, entry.run), tensors)
+            why = cause(program.forward, index, "nan" if loss.isnan() else "inf", seen)
+        raise NonFiniteError(f"{who}: the loss {program.outputs[index].name} is {loss.item()}. {why}.")
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Compile for some inputs without running."""
@@ -121,7 +143,7 @@ class Parallelized:
             session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
         if not agreed.ready or found is None:
             found = self._programs[key] = self._distribute(session, model, args, kwargs, leaves, structure, found)
-        return found, (agreed.seed, agreed.calls)
+        return found, (agreed.seed, calls)
 
     def _distribute(
         self,
@@ -140,6 +162,9 @@ class Parallelized:
         except Exception as caught:
             error = caught
         session.agreement.succeed("compiling", error)
+        constants = {slot.name: slot.value for slot in cast(Any, compiled).traced.slots if slot.kind == "constant"}
+        if constants:
+            session.agree_on_constants(constants)
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
         fill_left_out(model, self.mesh)

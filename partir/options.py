@@ -14,6 +14,7 @@ LEGAL = {
     "vectors": ("balanced", "diagonal"),
     "outputs": ("auto", "whole", "sharded"),
     "check_inputs": ("first", "always", "never"),
+    "check_finite": ("never", "loss", "nodes"),
     "rng": ("exact", "fast"),
 }
 
@@ -27,6 +28,7 @@ class Options:
         vectors: ``"balanced"`` or the paper's ``"diagonal"``.
         outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
         check_inputs: compare inputs between ranks at the ``"first"`` call of a signature, ``"always"`` or ``"never"``.
+        check_finite: what to look at for nan and inf: ``"never"``, the ``"loss"``, or the loss and then the ``"nodes"``.
         pin: name pattern -> layout text.
         rng: ``"exact"``: the same random numbers on every mesh; ``"fast"``: each block has a generator of its own.
         timeout: the longest wait for another rank.
@@ -41,6 +43,7 @@ class Options:
     vectors: str = "balanced"
     outputs: str = "auto"
     check_inputs: str = "first"
+    check_finite: str = "never"
     pin: Mapping[str, str] = field(default_factory=dict[str, str])
     rng: str = "exact"
     timeout: timedelta | None = None

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from partir.collectives import addressing, lockstep
+from partir.errors import source_line
 from partir.graph import collective_name, is_collective
 from partir.mesh import Mesh
 from partir.overlap import start_early_wait_late
@@ -58,7 +59,7 @@ def _bind_node(graph: Graph, node: Node, stage: str, groups: Groups, transport: 
             local = _named_like(_local(op, group, named), f"{op}_here")
             bound = graph.call_function(local, () if operand is None else (operand,))
         else:
-            call = Call(op, named["axis"], stage, node.name)
+            call = Call(op, named["axis"], stage, node.name, line=_line(node))
             start = _named_like(_start(op, group, groups.mesh, transport, call, named), f"start_{op}_{call.axis}")
             started = graph.call_function(start, (operand,), name=f"{node.name}_start")
             bound = graph.call_function(transport.wait, (started,))
@@ -117,6 +118,10 @@ def _start(op: str, group: Group, mesh: Mesh, transport: Transport, call: Call, 
     root = mesh.coordinate(group.ranks[group.index]).get(named["root"], 0)
     send = transport.broadcast if op == "broadcast" else transport.reduce_to
     return partial(send, group=group, root=root, call=call)
+
+
+def _line(node: Node) -> str:
+    return source_line(node.meta) if node.meta.get("stack_trace") else ""
 
 
 def _then(pending: Pending, change: Callable[[Any], Any]) -> Pending:

@@ -42,6 +42,8 @@ class Call:
         stage: "forward" or "backward".
         node: its name in the graph.
         counted: whether `record_communication` counts it.
+        line: the user's line that it serves.
+        label: what to call it where it is no node of a program.
     """
 
     op: str
@@ -49,9 +51,15 @@ class Call:
     stage: str
     node: str
     counted: bool = True
+    line: str = ""
+    label: str = ""
 
-    def __str__(self) -> str:
-        return f"%{self.node} = {self.op}(axis={self.axis}) of the {self.stage}"
+    def in_call(self, number: int) -> str:
+        """Return where a rank is: the node, the call, and the user's line."""
+        if self.label:
+            return f"{self.label}, before call {max(number, 1)}"
+        where = f"%{self.node} = {self.op}(axis={self.axis}) of the {self.stage} of call {number}"
+        return f"{where}, {self.line}" if self.line else where
 
 
 @dataclass
@@ -89,7 +97,8 @@ class Transport:
     def wait(self, pending: Pending) -> Any:
         """Wait for a message and return its result."""
         for work in pending.works:
-            self.failures.wait(work, str(pending.call), on_cpu=self.device.type == "cpu", direct=pending.direct)
+            where = pending.call.in_call(self.failures.call)
+            self.failures.wait(work, where, on_cpu=self.device.type == "cpu", direct=pending.direct)
         return pending.finish()
 
     def gather_rows(self, t: Tensor, group: Group, call: Call) -> Pending:

@@ -259,7 +259,9 @@ def check_disagreement_is_an_error_everywhere(rank: int) -> None:
     message = error_of(lambda: session.agree_on_contents(["ids"], [batch]))
     assert "contents of the inputs differs between ranks: ranks 4, 5, 6, 7" in message
     assert not session.agree_on_call("same", rank != 3, rank, 0).ready
-    assert session.agree_on_call("same", True, 10 + rank, rank + 1).seed == 10
+    assert session.agree_on_call("same", True, 10 + rank, 6).seed == 10
+    message = error_of(lambda: session.agree_on_call("same", True, 0, 7 if rank == 2 else 6))
+    assert "the number of this call differs between ranks: rank 2 from the others" in message and "rank 2: call 8" in message
     error = ValueError("no memory") if rank == 2 else None
     try:
         session.agreement.succeed("compiling", error)
