@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from partir import rules as rule_files
 from partir.errors import PartirError
 from partir.follow_plan import requested
+from partir.inference import ordinary_tensors
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
 from partir.passes.trace import flatten_inputs, input_names
@@ -90,7 +91,8 @@ def parallelize(
     compiler = Compiler(compile_program, flatten_inputs, input_names)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(ranks, options, original, compiler)
-    _distribute(model, state)
+    with ordinary_tensors():
+        _distribute(model, state)
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))
     if example_inputs is not None or example_kwargs is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from partir.errors import PartirError
+from partir.inference import may_be_saved, ordinary_tensors
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.options import Options
@@ -87,7 +88,8 @@ class Parallelized:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module: compile if the signature is new, then run the program and rebuild what forward returns."""
         leaves, structure = self.compiler.flatten(args, kwargs)
-        entry, seed = self._entry(model, args, kwargs, leaves, structure)
+        with ordinary_tensors():
+            entry, seed = self._entry(model, args, kwargs, leaves, structure)
         self.calls += 1
         program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
         results = entry.run(*self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed))
@@ -98,7 +100,8 @@ class Parallelized:
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Compile for some inputs without running."""
         leaves, structure = self.compiler.flatten(args, kwargs)
-        return self._entry(model, args, kwargs, leaves, structure)[0]
+        with ordinary_tensors():
+            return self._entry(model, args, kwargs, leaves, structure)[0]
 
     def _entry(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
@@ -246,7 +249,7 @@ def _tensor(
         return seed_tensor(*seed)
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
-    return found
+    return may_be_saved(found)
 
 
 def _refuse_meta(model: nn.Module, named: Mapping[str, Tensor]) -> None:
