@@ -48,6 +48,10 @@ class PlanError(PartirError):
     """A plan file that cannot be read or written, is of another model, or was edited into nonsense."""
 
 
+class PaddingError(PartirError):
+    """A length that may not be padded: the result would depend on the pad."""
+
+
 class UnknownNameError(PartirError, KeyError):
     """A name that nothing has; the message has the closest names."""
 
