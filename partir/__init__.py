@@ -8,6 +8,7 @@ from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import PartirError
 from partir.layout import Layout
+from partir.length_buckets import length_buckets
 from partir.mesh import Mesh
 from partir.plan_difference import PlanDifference
 from partir.plan_document import PlanDocument
@@ -30,6 +31,7 @@ __all__ = [
     "full_gradient",
     "full_state_dict",
     "full_tensor",
+    "length_buckets",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
     "parallelize",

@@ -18,6 +18,7 @@ from partir.follow_plan import requested
 from partir.inference import ordinary_tensors
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
+from partir.passes.prove_lengths import prove_lengths
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
@@ -88,7 +89,7 @@ def parallelize(
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)
-    compiler = Compiler(compile_program, flatten_inputs, input_names)
+    compiler = Compiler(compile_program, flatten_inputs, input_names, prove_lengths)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(ranks, options, original, compiler)
     with ordinary_tensors():

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from partir.errors import PartirError
 from partir.inference import may_be_saved, ordinary_tensors
 from partir.layout import Layout
+from partir.length_buckets import LengthBuckets
 from partir.mesh import Mesh
 from partir.options import Options
 from partir.program import Program, Slot
@@ -37,11 +38,13 @@ class Compiler:
         compile: (model, args, kwargs, mesh, options, parameter layouts, layouts of DTensor inputs) -> compiled.
         flatten: (args, kwargs) -> (tensors, structure of the rest).
         names: (model, structure) -> a name for each of those tensors.
+        prove: (model, tensors, structure, dims, length, options) -> that shorter calls may be padded to this one.
     """
 
     compile: Callable[..., Any]
     flatten: Callable[..., tuple[list[Tensor], Any]]
     names: Callable[..., list[str]]
+    prove: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Parallelized:
         self.compiler = compiler
         self.layouts: dict[str, Layout] = {}
         self.calls = 0
+        self.lengths: LengthBuckets | None = None
         self._programs: dict[Any, Entry] = {}
         self._session: Session | None = None
 
@@ -86,7 +90,17 @@ class Parallelized:
         return self._session
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module: compile if the signature is new, then run the program and rebuild what forward returns."""
+        """Run the module, padded where `length_buckets` is open."""
+        return self.run(model, args, kwargs) if self.lengths is None else self.lengths.call(self, model, args, kwargs)
+
+    def run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        change: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
+    ) -> Any:
+        """Compile if the signature is new, then run the program and rebuild what forward returns, each tensor changed if asked."""
         leaves, structure = self.compiler.flatten(args, kwargs)
         with ordinary_tensors():
             entry, seed = self._entry(model, args, kwargs, leaves, structure)
@@ -95,7 +109,8 @@ class Parallelized:
         results = entry.run(*self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed))
         for index, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers):
             _write_buffer(model, name, results[index])
-        return traced.outputs.rebuild(results[: traced.num_outputs])
+        returned = results[: traced.num_outputs]
+        return traced.outputs.rebuild(returned if change is None else change(returned))
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Compile for some inputs without running."""
@@ -112,13 +127,13 @@ class Parallelized:
         found, session = self._programs.get(key), self.session(model)
         if session is None:
             if found is None:
-                compiled, names = self._compile(model, args, kwargs, leaves, structure), self._input_names(model, structure)
+                compiled, names = self._compile(model, args, kwargs, leaves, structure), self.input_names(model, structure)
                 self._keep_layouts(model, compiled.program)
                 found = self._programs[key] = Entry(compiled, SimulatedProgram(compiled.program), names)
             return found, (seed, calls)
         agreed = session.agree_on_call(text, found is not None, as_int64(seed), calls)
         if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
-            names = self._input_names(model, structure)
+            names = self.input_names(model, structure)
             plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]
             session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
         if not agreed.ready or found is None:
@@ -144,12 +159,12 @@ class Parallelized:
         session.agreement.succeed("compiling", error)
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
-        return Entry(compiled, run, self._input_names(model, structure))
+        return Entry(compiled, run, self.input_names(model, structure))
 
     def _compile(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
     ) -> Any:
-        named = dict(zip(self._input_names(model, structure), leaves))
+        named = dict(zip(self.input_names(model, structure), leaves))
         given = {name: layout_of_dtensor(leaf, self.mesh) for name, leaf in named.items() if isinstance(leaf, DTensor)}
         _refuse_meta(model, named)
         with original_class(model):
@@ -159,7 +174,13 @@ class Parallelized:
         """Return the programs compiled so far."""
         return tuple(cast(Program, entry.compiled.program) for entry in self._programs.values())
 
-    def _input_names(self, model: nn.Module, structure: Any) -> list[str]:
+    def prove(self, model: nn.Module, leaves: list[Tensor], structure: Any, dims: Mapping[int, int], length: int) -> Any:
+        """Prove that shorter calls may be padded to this one; see `partir.length_buckets`."""
+        with original_class(model):
+            return self.compiler.prove(model, leaves, structure, dims, length, self.options)
+
+    def input_names(self, model: nn.Module, structure: Any) -> list[str]:
+        """Return a name for each tensor of a call."""
         with original_class(model):
             return self.compiler.names(model, structure)
 

@@ -246,11 +246,10 @@ def _cumulative(proof: Proof, node: Node, moved: set[str]) -> bool:
 
 def _attention(proof: Proof, node: Node, moved: set[str]) -> bool:
     named, mask = _named(node), _named(node).get("attn_mask")
-    causal = named.get("is_causal", (*node.args, None, None, None, None)[5])
     if not all(proof.are_rows(read) for read in operands(node)[:3]):
         return False
     closed_by = isinstance(mask, Node) and (False if mask.meta["val"].dtype == torch.bool else -torch.inf)
-    return bool(causal) or isinstance(mask, Node) and proof.above[mask] is not None and proof.above[mask] == closed_by
+    return bool(named.get("is_causal")) or isinstance(mask, Node) and proof.above[mask] is not None and proof.above[mask] == closed_by
 
 
 def _softmax(proof: Proof, node: Node, moved: set[str]) -> bool:
