@@ -103,22 +103,21 @@ class LengthBuckets:
         last = t.narrow(dim, t.shape[dim] - 1, 1)
         return torch.cat([t, (torch.zeros_like(last) if name == self.mask else last).expand(more)], dim)
 
-    def _prove(self, state: Parallelized, model: nn.Module, leaves: list[Tensor], structure: Any, dims: dict[int, int], size: int) -> Any:
+    def _prove(
+        self, state: Parallelized, model: nn.Module, leaves: list[Tensor], structure: Any, dims: dict[int, int], size: int
+    ) -> Any:
         key = (signature(model, leaves, structure.text), structure)
         found = self._proved.get(key)
         if found is None or not found.holds():
             with ordinary_tensors():
-                found = self._proved[key] = self._new_proof(state, model, leaves, structure, dims, size)
+                try:
+                    found = self._proved[key] = state.prove(model, leaves, structure, dims, size)
+                except PaddingError as error:
+                    raise PaddingError(
+                        f"length_buckets: {state.original.__name__} cannot be padded to {size}: {error}. Only a causal model can, one "
+                        "that returns a result for every position. Call it without length_buckets, which compiles each length."
+                    ) from error
         return found
-
-    def _new_proof(self, state: Parallelized, model: nn.Module, leaves: list[Tensor], structure: Any, dims: dict[int, int], size: int) -> Any:
-        try:
-            return state.prove(model, leaves, structure, dims, size)
-        except PaddingError as error:
-            raise PaddingError(
-                f"length_buckets: {state.original.__name__} cannot be padded to {size}: {error}. Only a causal model can, one that "
-                "returns a result for every position. Call it without length_buckets, which compiles each length."
-            ) from error
 
 
 def _cut(t: Tensor, dims: Sequence[int], length: int) -> Tensor:
@@ -151,7 +150,7 @@ def length_buckets(model: nn.Module, sizes: Sequence[int] | None = None, *, dim:
     if any(type(size) is not int or size < FEWEST for size in given):
         raise PartirError(f"length_buckets: sizes={tuple(sizes or ())}: each is a number of positions, {FEWEST} or more.")
     if state.options.outputs == "sharded":
-        raise PartirError('length_buckets: outputs="sharded" leaves blocks, which cannot be cut; parallelize with outputs="auto" or "whole".')
+        raise PartirError('length_buckets: outputs="sharded" leaves blocks, which are not cut; parallelize with outputs="whole".')
     before, state.lengths = state.lengths, LengthBuckets(given, dim, mask)
     try:
         yield

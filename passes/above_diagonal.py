@@ -52,6 +52,8 @@ def above_of(node: Node, above: Mapping[Node, Any], diagonal: Diagonal) -> Any:
     if name in KEEPS:
         first = operands(node)[0]
         return _converted(above.get(first), node) if diagonal(first) else None
+    if name == "aten::baddbmm" and len(node.args) == 3 and not node.kwargs:
+        return -torch.inf if diagonal(operands(node)[0]) and above.get(operands(node)[0]) == -torch.inf else None
     if not is_pointwise(node) and name not in ANDS | ORS:
         return None
     items = arguments(node)

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from partir import rules
 from partir.errors import PaddingError
 from partir.options import Options
+from partir.passes.pair_calls import pair_calls
 from partir.passes.pipeline import factorise
-from partir.passes.prove_prefix import prove_prefix, same_calls
+from partir.passes.prove_prefix import prove_prefix
 from partir.passes.slots import placeholders
 from partir.passes.structure import Structure
 from partir.passes.trace import InputSlot, Traced, trace
@@ -92,7 +92,7 @@ class Proved:
             return True
         try:
             with rules.using(self.options.rules):
-                same_calls(self.long, self.lengths.at(length)[1])
+                pair_calls(self.long, self.lengths.at(length)[1])
         except PaddingError:
             return False
         return True

@@ -18,20 +18,19 @@ Requires: graphs of `pipeline.factorise`; p divides no size that does not grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from partir.errors import PaddingError, source_line
-from partir.graph import arguments, is_getitem, operands, outputs_of, results_of
+from partir.graph import is_getitem, operands, outputs_of, results_of
 from partir.passes.above_diagonal import above_of, closed
+from partir.passes.pair_calls import is_first, name_of, named, pair_calls
 from partir.subdims import SubDim
 
-SIZES = frozenset({"size", "sizes", "shape", "end"})  # arguments that say how large a result is, and nothing else
 MOST = 2**26  # elements of what is computed to be compared
 Subs = tuple[tuple[SubDim, ...], ...]
 
@@ -48,71 +47,26 @@ def prove_prefix(
     Raises:
         PaddingError: names the first call for which it does not hold.
     """
-    same_calls(long, short)
-    proof = Proof(long, short, length, prime, known)
+    proof = Proof(pair_calls(long, short), length, prime, known)
     for node in short.graph.nodes:
         if node.op == "call_function":
             proof.judge(node)
     return tuple(proof.alone(cast(Node, value)) for value in outputs_of(short))
 
 
-def same_calls(one: GraphModule, other: GraphModule) -> None:
-    """Check that two graphs have the same calls with the same arguments, sizes apart.
-
-    Raises:
-        PaddingError: names the first that differs.
-    """
-    left, right = list(one.graph.nodes), list(other.graph.nodes)
-    places = [{node: place for place, node in enumerate(nodes)} for nodes in (left, right)]
-    for a, b in zip(left, right):
-        if a.op != b.op or a.op != "placeholder" and not (a.target == b.target and _same(_plain(a), _plain(b), places)):
-            raise PaddingError(f"{source_line(b.meta)}: with another length forward calls {_call(a)} in place of {_call(b)}")
-    if len(left) != len(right):
-        raise PaddingError("with another length forward makes more or fewer calls")
-
-
-def _call(node: Node) -> str:
-    rest = [str(item) for item in arguments(node) if not isinstance(item, Node)]
-    return f"{node.target}({', '.join(rest)})"
-
-
-def _plain(node: Node) -> dict[str, Any]:
-    """Return a node's arguments by name without those that are sizes."""
-    if not isinstance(cast(object, node.target), OpOverload):
-        return {"args": node.args, **node.kwargs}
-    return {name: value for name, value in _named(node).items() if name not in SIZES}
-
-
-def _named(node: Node) -> dict[str, Any]:
-    schema = [argument.name for argument in cast(Any, node.target)._schema.arguments]
-    return {**dict(zip(schema, node.args)), **node.kwargs}
-
-
-def _same(a: Any, b: Any, places: Sequence[Mapping[Node, int]]) -> bool:
-    if isinstance(a, Node) and isinstance(b, Node):
-        return places[0][a] == places[1][b]
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        left, right = cast("tuple[Any, ...]", a), cast("tuple[Any, ...]", b)
-        return len(left) == len(right) and all(_same(x, y, places) for x, y in zip(left, right))
-    if isinstance(a, dict) and isinstance(b, dict):
-        left, right = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
-        return list(left) == list(right) and _same([*left.values()], [*right.values()], places)
-    return type(a) is type(b) and a == b
-
-
 class Proof:
     """The short graph, call by call.
 
     Args:
-        long, short, length, prime, known: as for `prove_prefix`.
+        twin: the node of the long graph for each of the short one.
+        length, prime, known: as for `prove_prefix`.
     """
 
-    def __init__(self, long: GraphModule, short: GraphModule, length: int, prime: int, known: Mapping[str, Tensor]) -> None:
-        self.length, self.prime = length, prime
-        self.twin = dict(zip(short.graph.nodes, long.graph.nodes))
+    def __init__(self, twin: Mapping[Node, Node], length: int, prime: int, known: Mapping[str, Tensor]) -> None:
+        self.twin, self.length, self.prime = twin, length, prime
         self.values: dict[Node, tuple[Any, Any]] = {}  # of what depends on no input, at both lengths
         self.above: dict[Node, Any] = {}  # what every element above the diagonal is, None where that is not one number
-        for node in short.graph.find_nodes(op="placeholder"):
+        for node in (node for node in twin if node.op == "placeholder"):
             self.above[node] = None
             if node.name in known:
                 self.values[node] = (known[node.name], known[node.name])
@@ -133,14 +87,14 @@ class Proof:
             return
         growing = {name for name, subs in node.meta["factors"].items() if any(map(self.grows, subs))}
         if growing & node.meta["broken"] or not growing <= node.meta["binding"].free:
-            special = SPECIAL.get(_name(node))
+            special = SPECIAL.get(name_of(node))
             if special is None or not special(self, node, growing - node.meta["binding"].free):
                 self.fail(node, "its result at a position may depend on later positions, or on how many there are")
         self.above.setdefault(node, above_of(node, self.above, self.diagonal))
 
     def fail(self, node: Node, why: str) -> NoReturn:
         """Refuse a call."""
-        raise PaddingError(f"{source_line(node.meta)}: {_name(node)}: {why}")
+        raise PaddingError(f"{source_line(node.meta)}: {name_of(node)}: {why}")
 
     def grows(self, sub: SubDim) -> bool:
         """Return whether a sub-dim grows with the length."""
@@ -190,7 +144,9 @@ class Proof:
         """Compute a call that depends on no input at both lengths; cut, they must agree."""
         if any(result.numel() > MOST or result.device.type == "meta" for result in results_of(self.twin[node])):
             return False
-        long, short = self._run(self.twin[node], 0), self._run(node, 1)
+        table = operands(node)[0] if operands(node) else node
+        is_table = table is not node and self.twin[table] is self.twin[node]
+        long, short = self.values[table][0] if is_table else self._run(node, self.twin[node], 0), self._run(node, node, 1)
         pairs = [(long, short)] if isinstance(short, Tensor) else list(zip(long, short))
         for subs, (a, b) in zip(node.meta["subdims"], pairs):
             if not torch.equal(torch.nan_to_num(self._cut(a, subs)), torch.nan_to_num(_split(b, subs))):
@@ -199,13 +155,12 @@ class Proof:
         self.above[node] = closed((long, short), self.diagonal(node)) if isinstance(short, Tensor) else None
         return True
 
-    def _run(self, node: Node, place: int) -> Any:
-        """Run one of the twins on the known values of its operands."""
-        mine = node if place else next(short for short, long in self.twin.items() if long is node)
-        held = {read: self.values[short][place] for short in operands(mine) for read in (short, self.twin[short])}
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda read: held[read])
+    def _run(self, node: Node, run: Node, place: int) -> Any:
+        """Run a node or its twin on the known values of its operands."""
+        held = {(read if place else self.twin[read]): self.values[read][place] for read in operands(node)}
+        args, kwargs = torch.fx.map_arg((run.args, run.kwargs), lambda read: held[read])
         with torch.no_grad():
-            return cast(Any, node.target)(*args, **kwargs)
+            return cast(Any, run.target)(*args, **kwargs)
 
     def _cut(self, value: Tensor, subs: Subs) -> Tensor:
         """Return a value at `length` cut to `prime`, a dim for each sub-dim."""
@@ -221,22 +176,17 @@ def _split(value: Tensor, subs: Subs) -> Tensor:
     return value.reshape([sub.size for dim in subs for sub in dim])
 
 
-def _name(node: Node) -> str:
-    target: Any = node.target
-    return str(target._schema.name).removeprefix("aten::") if isinstance(target, OpOverload) else str(getattr(target, "__name__", target))
-
-
 def _slice(proof: Proof, node: Node, moved: set[str]) -> bool:
     """All of a growing dim or its first position, or the first positions of a table."""
-    named, read = _named(node), operands(node)[0]
-    dim = int(named.get("dim", 0)) % read.meta["val"].dim()
-    size, first = node.meta["val"].shape[dim], named.get("start", 0) in (0, None) and named.get("step", 1) == 1
-    return size == read.meta["val"].shape[dim] or first and (size == 1 or dim not in proof.growing_dims(read))
+    read = operands(node)[0]
+    dim = cast(int, named(node).get("dim", 0)) % read.meta["val"].dim()
+    size = node.meta["val"].shape[dim]
+    return size == read.meta["val"].shape[dim] or is_first(node) and (size == 1 or dim not in proof.growing_dims(read))
 
 
 def _select(proof: Proof, node: Node, moved: set[str]) -> bool:
     """The first position, which every length has."""
-    return _named(node).get("index") == 0
+    return named(node).get("index") == 0
 
 
 def _cumulative(proof: Proof, node: Node, moved: set[str]) -> bool:
@@ -245,16 +195,16 @@ def _cumulative(proof: Proof, node: Node, moved: set[str]) -> bool:
 
 
 def _attention(proof: Proof, node: Node, moved: set[str]) -> bool:
-    named, mask = _named(node), _named(node).get("attn_mask")
+    mask = named(node).get("attn_mask")
     if not all(proof.are_rows(read) for read in operands(node)[:3]):
         return False
     closed_by = isinstance(mask, Node) and (False if mask.meta["val"].dtype == torch.bool else -torch.inf)
-    return bool(named.get("is_causal")) or isinstance(mask, Node) and proof.above[mask] is not None and proof.above[mask] == closed_by
+    return bool(named(node).get("is_causal")) or isinstance(mask, Node) and proof.above[mask] is not None and proof.above[mask] == closed_by
 
 
 def _softmax(proof: Proof, node: Node, moved: set[str]) -> bool:
     read = operands(node)[0]
-    dims, dim = proof.diagonal(read), cast(int, _named(node)["dim"]) % read.meta["val"].dim()
+    dims, dim = proof.diagonal(read), cast(int, named(node)["dim"]) % read.meta["val"].dim()
     if not dims or dim != dims[1] or proof.above[read] != -torch.inf:
         return False
     proof.above[node] = 0.0
@@ -273,10 +223,10 @@ def _index(proof: Proof, node: Node, moved: set[str]) -> bool:
     """Known places, none after the position that reads it."""
     read, places = cast("tuple[Node, list[Node | None]]", node.args[:2])
     own, grown = proof.growing_dims(node), proof.growing_dims(read)
-    rank = node.meta["val"].dim()
     if any(each is None or each not in proof.values for each in places) or len(own) != 1 or any(dim >= len(places) for dim in grown):
         return False
-    if node.meta["val"].shape[own[0]] != proof.prime or max(cast(Node, each).meta["val"].dim() for each in places) != rank:
+    rank = max(cast(Node, each).meta["val"].dim() for each in places)  # the dims that places make come first
+    if own[0] >= rank or node.meta["val"].shape[own[0]] != proof.prime:
         return False
     for which, size in enumerate((proof.length, proof.prime)):
         row = torch.arange(size).view([-1 if dim == own[0] else 1 for dim in range(rank)])
