@@ -81,11 +81,14 @@ class LengthBuckets:
         return state.run(model, args, kwargs, lambda results: [_cut(t, cut, length) for t, cut in zip(results, proved.outputs)])
 
     def _with_mask(self, state: Parallelized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.mask is None or kwargs.get(self.mask) is not None:
+        """Return the keyword arguments with the mask last, so that a call with one and a call without have one program."""
+        if self.mask is None:
             return kwargs
-        leaves, _ = state.compiler.flatten(args, kwargs)
-        first = next((t for t in leaves if t.dim() > self.dim), None)
-        return kwargs if first is None else {**kwargs, self.mask: first.new_ones(first.shape[: self.dim + 1], dtype=torch.int64)}
+        rest, mask = {name: value for name, value in kwargs.items() if name != self.mask}, kwargs.get(self.mask)
+        if mask is None:
+            first = next((t for t in state.compiler.flatten(args, rest)[0] if t.dim() > self.dim), None)
+            mask = None if first is None else first.new_ones(first.shape[: self.dim + 1], dtype=torch.int64)
+        return {**rest, self.mask: mask}
 
     def _lengths(self, leaves: Sequence[Tensor]) -> tuple[int, dict[int, int]]:
         """Return the length of a call, and the dim of each leaf that is of it; a vector of that length is one of positions."""

@@ -51,7 +51,7 @@ def test_evaluation_first_then_training_and_back(mode: Callable[[], AbstractCont
             assert worst(model, twin, x) < 1e-12
         model.train()
         twin.train()
-        with partir.same_randomness(torch.initial_seed(), call=parallelized(model).calls):
+        with partir.same_randomness(torch.initial_seed(), calls=parallelized(model).calls):
             expected = twin(x)
         found = model(x)
         assert float((found - expected).detach().abs().max()) < 1e-12, step
@@ -67,8 +67,9 @@ def test_evaluation_first_then_training_and_back(mode: Callable[[], AbstractCont
 def test_what_inference_mode_made_can_be_trained_on() -> None:
     """On one device torch refuses to save such a tensor; here the call takes a copy."""
     twin = model_to_generate()
+    model = copy.deepcopy(twin)
     with torch.inference_mode():
-        model = partir.parallelize(copy.deepcopy(twin), MESH, prompt())
+        model = partir.parallelize(model, MESH, prompt())
         ids = prompt()
     assert ids.is_inference()
     model(ids, labels=ids).backward()
