@@ -17,7 +17,7 @@ from partir.errors import PartirError
 from partir.follow_plan import requested
 from partir.inference import ordinary_tensors
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
-from partir.options import Options
+from partir.options import Options, memory_text
 from partir.passes.prove_lengths import prove_lengths
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
@@ -37,7 +37,7 @@ def parallelize(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str = "low",
+    memory: str | int = "low",
     vectors: str = "balanced",
     outputs: str = "auto",
     check_inputs: str = "first",
@@ -58,7 +58,8 @@ def parallelize(
             the fewest bytes.
         example_inputs: a tensor or a tuple of arguments: compile now. Without, at the first call.
         example_kwargs: keyword arguments of the example.
-        memory: "low" keeps shards and gathers again in the backward, "fast" keeps what was gathered.
+        memory: "low" keeps shards and gathers again in the backward, "fast" keeps what was gathered; a number of bytes, "40GB", chooses
+            for each value between keeping it, gathering it and computing it again, so that a step with AdamW fits on each rank.
         vectors: "balanced" splits vectors over all ranks, "diagonal" is the paper's placement (y == z).
         outputs: "whole", "sharded" (DTensors, no gather), or "auto": 0-d tensors whole; others whole unless a 0-d loss is returned
             and gradients are recorded.
@@ -85,7 +86,7 @@ def parallelize(
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
     files = rule_files.read(rules)
-    given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
+    given = Options(memory_text(memory), vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)

@@ -51,19 +51,17 @@ class Partition:
     gradients: tuple[Node | None, ...]
 
 
-def partition(joint: GraphModule, num_outputs: int, memory: str, without_gradient: frozenset[Node]) -> Partition:
+def partition(joint: GraphModule, num_outputs: int, again: frozenset[Node]) -> Partition:
     """Decide which nodes run in the forward, in the backward or in both.
 
     Args:
         joint: graph of ``(*primals, *tangents) -> (*outputs, *gradients)``.
         num_outputs: outputs of the forward.
-        memory: ``"low"`` or ``"fast"``.
-        without_gradient: the primals that get no gradient.
+        again: the forward nodes that the backward may make again, as `made_again` says.
     """
     results = cast("list[Node | None]", list(cast("Any", joint.graph.output_node().args[0])))
     outputs = tuple(node for node in results[:num_outputs] if node is not None)
     gradients = tuple(results[num_outputs:])
-    again = made_again(joint, memory, without_gradient)
     saved, backward = _backward_nodes(joint, gradients, again)
     checks = [node for node in joint.graph.nodes if aot.is_check(node)]
     wanted = _ancestors([*outputs, *saved, *checks])
@@ -78,7 +76,13 @@ def is_tangent(node: Node) -> bool:
 
 
 def made_again(joint: GraphModule, memory: str, without_gradient: frozenset[Node]) -> frozenset[Node]:
-    """Return the forward nodes that the backward computes again instead of reading them."""
+    """Return the forward nodes that the backward computes again instead of reading them.
+
+    Args:
+        joint: graph of ``(*primals, *tangents) -> (*outputs, *gradients)``.
+        memory: ``"low"`` or ``"fast"``.
+        without_gradient: the primals that get no gradient.
+    """
     gathered: set[Node] = set()
     free: set[Node] = set(without_gradient)
     again: set[Node] = set()
