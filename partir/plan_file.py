@@ -154,7 +154,8 @@ def _settings(mesh: Entry, options: Entry) -> Settings:
     items = options.object((*OPTIONS, "pin"), ())
     for name in OPTIONS:
         if items[name].text() not in LEGAL[name] and not (name == "memory" and _is_budget(items[name].text())):
-            items[name].fail(f"is {_json(items[name].value)}; choose from {', '.join(map(_json, LEGAL[name]))}.")
+            more = ', or a number of bytes, "40GB"' if name == "memory" else ""
+            items[name].fail(f"is {_json(items[name].value)}; choose from {', '.join(map(_json, LEGAL[name]))}{more}.")
     pin = {pattern: entry.text() for pattern, entry in items["pin"].object().items()}
     memory, vectors, outputs, rng = (items[name].text() for name in OPTIONS)
     return Settings(_meant(mesh, Mesh.parse, sizes), memory, vectors, outputs, rng, pin)

@@ -34,9 +34,10 @@ from partir.collectives import split_axes
 from partir.errors import VerifyError
 from partir.mesh import Mesh, use_mesh
 from partir.passes import aot
+from partir.passes.checkpoints import region_of
 from partir.passes.extract_graphs import extract_backward, extract_forward
 from partir.passes.node_facts import IDENTITIES, collective, op_name, operands, shape_and_dtype
-from partir.passes.partition import Partition, made_again, output_needs_copy, partition
+from partir.passes.partition import Partition, inside_regions, made_again, output_needs_copy, partition
 from partir.passes.share_gathers import merge_repeated, share_gathers
 from partir.program import Slot
 
@@ -131,7 +132,9 @@ def made_again_in(joint: Joint, memory: str) -> frozenset[Node]:
     primals = joint.graph.graph.find_nodes(op="placeholder")[: len(joint.inputs)]
     wants = [joint.training and slot.differentiable for slot in joint.inputs]
     frozen = frozenset(primal for primal, want in zip(primals, wants, strict=True) if not want)
-    return made_again(joint.graph, memory, frozen)
+    origins = {node.name: node for node in joint.shared.graph.nodes}
+    regions = {node: region for node in joint.graph.graph.nodes if (region := region_of(origins.get(aot.origin(node) or "")))}
+    return made_again(joint.graph, memory, frozen) | inside_regions(joint.graph, regions)
 
 
 def parts_of(joint: Joint, again: frozenset[Node]) -> Partition:
