@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch.utils.checkpoint
 from torch.fx import Node
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, preserve_node_meta
 
 REGION = "partir_checkpoint"
 
@@ -33,6 +33,7 @@ def checkpoints_noted() -> Generator[None]:
     def region() -> Generator[None]:
         with ExitStack() as stack:
             if not inside:
+                stack.enter_context(preserve_node_meta())
                 stack.enter_context(annotate({REGION: next(numbers)}))
             inside.append(1)
             stack.callback(inside.pop)
