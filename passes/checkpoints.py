@@ -62,7 +62,8 @@ def checkpoints_noted() -> Generator[None]:
 
 def region_key(meta: Mapping[str, Any]) -> str | None:
     """Return the key of a traced node's region in its stack of modules, None outside of all."""
-    number = (meta.get("custom") or {}).get(REGION)
+    custom: Mapping[str, Any] = meta.get("custom") or {}
+    number = custom.get(REGION)
     return None if number is None else f"checkpoint {number}"
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch.fx import Node
@@ -161,5 +160,5 @@ def say(parts: Partition, budget: int, peak: int) -> tuple[str, ...]:
 
 
 def _sum(nodes: Sequence[Node]) -> str:
-    values = [t for node in nodes for t in cast("tuple[torch.Tensor, ...]", results_of(node))]
-    return spell_bytes(sum(t.numel() * t.dtype.itemsize for t in values))
+    values: list[object] = [t for node in nodes for t in results_of(node)]
+    return spell_bytes(sum(t.numel() * t.dtype.itemsize for t in values if isinstance(t, torch.Tensor)))

@@ -85,7 +85,7 @@ def _same(a: object, b: object, twins: Mapping[Node, Node]) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         left, right = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
         return list(left) == list(right) and _same([*left.values()], [*right.values()], twins)
-    return type(a) is type(b) and a == b
+    return cast(object, type(a)) is cast(object, type(b)) and a == b
 
 
 def name_of(node: Node) -> str:
