@@ -9,6 +9,7 @@ from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import NonFiniteError, PartirError, RankError
 from partir.layout import Layout
+from partir.length_buckets import length_buckets
 from partir.mesh import Mesh
 from partir.plan_difference import PlanDifference
 from partir.plan_document import PlanDocument
@@ -37,6 +38,7 @@ __all__ = [
     "full_state_dict",
     "full_tensor",
     "latest_checkpoint",
+    "length_buckets",
     "load_checkpoint",
     "load_optimizer_state_dict",
     "optimizer_state_dict",

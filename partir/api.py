@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from partir import rules as rule_files
 from partir.errors import PartirError
 from partir.follow_plan import requested
+from partir.inference import ordinary_tensors
 from partir.initial_tape import Initialize
 from partir.initial_values import InitialValues, default_device, materialize
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
-from partir.options import Options
+from partir.options import Options, memory_text
+from partir.passes.prove_lengths import prove_lengths
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
 from partir.random_numbers import as_int64
@@ -38,7 +40,7 @@ def parallelize(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str = "low",
+    memory: str | int = "low",
     vectors: str = "balanced",
     outputs: str = "auto",
     check_inputs: str = "first",
@@ -61,7 +63,8 @@ def parallelize(
             the fewest bytes.
         example_inputs: a tensor or a tuple of arguments: compile now. Without, at the first call.
         example_kwargs: keyword arguments of the example.
-        memory: "low" keeps shards and gathers again in the backward, "fast" keeps what was gathered.
+        memory: "low" keeps shards and gathers again in the backward, "fast" keeps what was gathered; a number of bytes, "40GB", chooses
+            for each value between keeping it, gathering it and computing it again, so that a step with AdamW fits on each rank.
         vectors: "balanced" splits vectors over all ranks, "diagonal" is the paper's placement (y == z).
         outputs: "whole", "sharded" (DTensors, no gather), or "auto": 0-d tensors whole; others whole unless a 0-d loss is returned
             and gradients are recorded.
@@ -94,16 +97,25 @@ def parallelize(
     limit = None if timeout is None else timedelta(seconds=timeout)
     files = rule_files.read(rules)
     given = Options(
-        memory, vectors, outputs, check_inputs, pin=dict(pin or {}), rng=rng, timeout=limit, rules=files, check_finite=check_finite
+        memory=memory_text(memory),
+        vectors=vectors,
+        outputs=outputs,
+        check_inputs=check_inputs,
+        check_finite=check_finite,
+        pin=dict(pin or {}),
+        rng=rng,
+        timeout=limit,
+        rules=files,
     )
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)
-    compiler = Compiler(compile_program, flatten_inputs, input_names)
+    compiler = Compiler(compile_program, flatten_inputs, input_names, prove_lengths)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(ranks, options, original, compiler)
-    _give_values(model, state, initialize)
-    _distribute(model, state)
+    with ordinary_tensors():
+        _give_values(model, state, initialize)
+        _distribute(model, state)
     model.__dict__["_partir"] = state
     model.__class__ = cast(Any, parallel_class(original))
     if example_inputs is not None or example_kwargs is not None:

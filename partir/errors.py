@@ -57,6 +57,10 @@ class CheckpointError(PartirError):
     """A checkpoint that is incomplete, damaged or of another model, or that cannot be written."""
 
 
+class PaddingError(PartirError):
+    """A length that may not be padded: the result would depend on the pad."""
+
+
 class UnknownNameError(PartirError, KeyError):
     """A name that nothing has; the message has the closest names."""
 

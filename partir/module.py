@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from partir.errors import NonFiniteError, PartirError
+from partir.inference import may_be_saved, ordinary_tensors
 from partir.layout import Layout
+from partir.length_buckets import LengthBuckets
 from partir.mesh import Mesh
 from partir.non_finite import cause
 from partir.options import Options
@@ -38,11 +40,13 @@ class Compiler:
         compile: (model, args, kwargs, mesh, options, parameter layouts, layouts of DTensor inputs) -> compiled.
         flatten: (args, kwargs) -> (tensors, structure of the rest).
         names: (model, structure) -> a name for each of those tensors.
+        prove: (model, tensors, structure, dims, length, options) -> that shorter calls may be padded to this one.
     """
 
     compile: Callable[..., Any]
     flatten: Callable[..., tuple[list[Tensor], Any]]
     names: Callable[..., list[str]]
+    prove: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Parallelized:
         self.compiler = compiler
         self.layouts: dict[str, Layout] = {}
         self.calls = 0
+        self.lengths: LengthBuckets | None = None
         self._programs: dict[Any, Entry] = {}
         self._session: Session | None = None
 
@@ -87,9 +92,20 @@ class Parallelized:
         return self._session
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module: compile if the signature is new, then run the program and rebuild what forward returns."""
+        """Run the module, padded where `length_buckets` is open."""
+        return self.run(model, args, kwargs) if self.lengths is None else self.lengths.call(self, model, args, kwargs)
+
+    def run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        change: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
+    ) -> Any:
+        """Compile if the signature is new, then run the program and rebuild what forward returns, each tensor changed if asked."""
         leaves, structure = self.compiler.flatten(args, kwargs)
-        entry, seed = self._entry(model, args, kwargs, leaves, structure)
+        with ordinary_tensors():
+            entry, seed = self._entry(model, args, kwargs, leaves, structure)
         self.calls += 1
         program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
         tensors = self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed)
@@ -98,7 +114,8 @@ class Parallelized:
             self._check_finite(model, entry, tensors, results[: traced.num_outputs])
         for index, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers):
             _write_buffer(model, name, results[index])
-        return traced.outputs.rebuild(results[: traced.num_outputs])
+        returned = results[: traced.num_outputs]
+        return traced.outputs.rebuild(returned if change is None else change(returned))
 
     def _check_finite(self, model: nn.Module, entry: Entry, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Raise if a 0-d output is nan or inf: it is the same on every rank, so all of them come to this at once.
@@ -121,7 +138,8 @@ class Parallelized:
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Compile for some inputs without running."""
         leaves, structure = self.compiler.flatten(args, kwargs)
-        return self._entry(model, args, kwargs, leaves, structure)[0]
+        with ordinary_tensors():
+            return self._entry(model, args, kwargs, leaves, structure)[0]
 
     def _entry(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
@@ -132,13 +150,13 @@ class Parallelized:
         found, session = self._programs.get(key), self.session(model)
         if session is None:
             if found is None:
-                compiled, names = self._compile(model, args, kwargs, leaves, structure), self._input_names(model, structure)
+                compiled, names = self._compile(model, args, kwargs, leaves, structure), self.input_names(model, structure)
                 self._keep_layouts(model, compiled.program)
                 found = self._programs[key] = Entry(compiled, SimulatedProgram(compiled.program), names)
             return found, (seed, calls)
         agreed = session.agree_on_call(text, found is not None, as_int64(seed), calls)
         if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
-            names = self._input_names(model, structure)
+            names = self.input_names(model, structure)
             plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]
             session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
         if not agreed.ready or found is None:
@@ -168,12 +186,12 @@ class Parallelized:
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
         fill_left_out(model, self.mesh)
-        return Entry(compiled, run, self._input_names(model, structure))
+        return Entry(compiled, run, self.input_names(model, structure))
 
     def _compile(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
     ) -> Any:
-        named = dict(zip(self._input_names(model, structure), leaves))
+        named = dict(zip(self.input_names(model, structure), leaves))
         given = {name: layout_of_dtensor(leaf, self.mesh) for name, leaf in named.items() if isinstance(leaf, DTensor)}
         _refuse_meta(model, named)
         with original_class(model):
@@ -183,7 +201,13 @@ class Parallelized:
         """Return the programs compiled so far."""
         return tuple(cast(Program, entry.compiled.program) for entry in self._programs.values())
 
-    def _input_names(self, model: nn.Module, structure: Any) -> list[str]:
+    def prove(self, model: nn.Module, leaves: list[Tensor], structure: Any, dims: Mapping[int, int], length: int) -> Any:
+        """Prove that shorter calls may be padded to this one; see `partir.length_buckets`."""
+        with original_class(model):
+            return self.compiler.prove(model, leaves, structure, dims, length, self.options)
+
+    def input_names(self, model: nn.Module, structure: Any) -> list[str]:
+        """Return a name for each tensor of a call."""
         with original_class(model):
             return self.compiler.names(model, structure)
 
@@ -273,7 +297,7 @@ def _tensor(
         return seed_tensor(*seed)
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
-    return found
+    return may_be_saved(found)
 
 
 def _refuse_meta(model: nn.Module, named: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from partir.errors import PartirError
+from partir.quantities import parse_bytes
 from partir.rules.source import Source
 
 LEGAL = {
@@ -19,12 +20,37 @@ LEGAL = {
 }
 
 
+def memory_text(memory: str | int) -> str:
+    """Return a memory mode or a budget as text.
+
+    Raises:
+        PartirError: it is neither.
+    """
+    if isinstance(memory, str) and memory in LEGAL["memory"]:
+        return memory
+    try:
+        parse_bytes(memory)
+    except PartirError as error:
+        raise PartirError(f"memory={memory!r} is not understood; choose from 'low', 'fast', or a number of bytes, \"40GB\".") from error
+    return str(memory)
+
+
+def budget_of(memory: str) -> int | None:
+    """Return the bytes that a rank may hold, None where memory is a mode.
+
+    >>> budget_of("40GB"), budget_of("low")
+    (40000000000, None)
+    """
+    return None if memory in LEGAL["memory"] else parse_bytes(memory)
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asked of `parallelize` or `plan`; see there.
 
     Args:
-        memory: ``"low"`` keeps shards and gathers again in the backward, ``"fast"`` keeps what was gathered.
+        memory: ``"low"`` keeps shards and gathers again in the backward, ``"fast"`` keeps what was gathered; bytes, ``"40GB"``: what
+            fits is kept.
         vectors: ``"balanced"`` or the paper's ``"diagonal"``.
         outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
         check_inputs: compare inputs between ranks at the ``"first"`` call of a signature, ``"always"`` or ``"never"``.
@@ -51,6 +77,7 @@ class Options:
     rules: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", memory_text(self.memory))
         for name, values in LEGAL.items():
-            if getattr(self, name) not in values:
+            if getattr(self, name) not in values and not (name == "memory" and budget_of(self.memory)):
                 raise PartirError(f"{name}={getattr(self, name)!r} is not understood; choose from {', '.join(map(repr, values))}.")

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args
 
-from partir.errors import LayoutError, MeshError, PlanError
+from partir.errors import LayoutError, MeshError, PartirError, PlanError
 from partir.json_places import Entry, read_json
 from partir.layout import Layout
 from partir.mesh import AXES, Mesh
 from partir.options import LEGAL
 from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, Settings
+from partir.quantities import parse_bytes
 
 FORMAT, VERSION = "partir plan", 1
 HELP = 'a "layout" that differs from its "chosen" is a pin; mesh and options may be edited; the rest says what follows'
@@ -152,11 +153,19 @@ def _settings(mesh: Entry, options: Entry) -> Settings:
     sizes = {name: entry.integer(least=1) for name, entry in mesh.object((), AXES).items()}
     items = options.object((*OPTIONS, "pin"), ())
     for name in OPTIONS:
-        if items[name].text() not in LEGAL[name]:
-            items[name].fail(f"is {_json(items[name].value)}; choose from {', '.join(map(_json, LEGAL[name]))}.")
+        if items[name].text() not in LEGAL[name] and not (name == "memory" and _is_budget(items[name].text())):
+            more = ', or a number of bytes, "40GB"' if name == "memory" else ""
+            items[name].fail(f"is {_json(items[name].value)}; choose from {', '.join(map(_json, LEGAL[name]))}{more}.")
     pin = {pattern: entry.text() for pattern, entry in items["pin"].object().items()}
     memory, vectors, outputs, rng = (items[name].text() for name in OPTIONS)
     return Settings(_meant(mesh, Mesh.parse, sizes), memory, vectors, outputs, rng, pin)
+
+
+def _is_budget(text: str) -> bool:
+    try:
+        return parse_bytes(text) > 0
+    except PartirError:
+        return False
 
 
 def _tensor(entry: Entry, mesh: Mesh) -> PlannedTensor:

@@ -30,7 +30,7 @@ from partir.layout_names import Layouts, layouts_by_name
 from partir.limit import Limit, limit_of
 from partir.mesh import Mesh
 from partir.module import ParallelModule, original_class
-from partir.options import Options
+from partir.options import Options, memory_text
 from partir.passes import pipeline
 from partir.passes.trace import flatten_inputs
 from partir.plan_document import PlanDocument
@@ -56,7 +56,7 @@ def plan(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str = "low",
+    memory: str | int = "low",
     vectors: str = "balanced",
     outputs: str = "auto",
     pin: Mapping[str, str] | None = None,
@@ -83,7 +83,7 @@ def plan(
     >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
     f32[32@y.x, 16@z] 272
     """
-    given = Options(memory, vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
+    given = Options(memory_text(memory), vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
     ranks, options, compile_program = requested(model, mesh, plan, given)
     args, kwargs = positional(example_inputs), dict(example_kwargs or {})
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
@@ -137,8 +137,9 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the compiler did where sizes do not divide, and what it costs: pads, copies, work done more than once."""
-        return tuple(note for node in self.compiled.annotated.graph.nodes for note in node.meta.get("notes", ()))
+        """What the compiler did where sizes do not divide, and what it costs: pads, copies, work done more than once; what a budget of
+        memory led to."""
+        return self.compiled.notes + tuple(note for node in self.compiled.annotated.graph.nodes for note in node.meta.get("notes", ()))
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

@@ -70,7 +70,7 @@ class Program:
 
     Args:
         mesh: the ranks.
-        memory: ``"low"`` saves shards and gathers again in the backward, ``"fast"`` saves what was gathered.
+        memory: ``"low"`` saves shards and gathers again in the backward, ``"fast"`` saves what was gathered; bytes: what fits.
         inputs: one slot for each placeholder of ``forward``.
         outputs: one slot for each of the first ``num_outputs`` results of ``forward``.
         forward: the forward graph.

@@ -27,7 +27,7 @@ from partir.errors import MeshError, PartirError
 from partir.hardware import Hardware, load_hardware
 from partir.mesh import AXES, Mesh
 from partir.module import ParallelModule, original_class
-from partir.options import Options
+from partir.options import Options, budget_of
 from partir.passes import pipeline
 from partir.passes.choose_pads import choose_pads
 from partir.passes.fold_layers import fold_layers
@@ -122,7 +122,9 @@ def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mappin
         raise MeshError('mesh="auto" needs example_inputs: what moves depends on their sizes.')
     cuda = dist.get_backend() == "nccl"
     memory = int(cast(Any, torch.cuda).get_device_properties(torch.cuda.current_device()).total_memory) if cuda else MOST
-    ranks, modes = dist.get_world_size(), (options.memory,)
+    asked = budget_of(options.memory)
+    ranks, modes = dist.get_world_size(), (options.memory,) if asked is None else MODES
+    memory = memory if asked is None else min(memory, asked)
     found = suggest_mesh(
         model, ranks, example_inputs, example_kwargs, memory=memory, by="bytes", modes=modes, outputs=options.outputs
     )

@@ -10,7 +10,7 @@ Ensures: the module is as it was, its parameters, flags and attributes the same 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from partir.errors import TraceError
+from partir.inference import ordinary_tensors
 from partir.passes.autograd_functions import call_as_op, give_rules
+from partir.passes.checkpoints import checkpoints_noted
 from partir.passes.hidden_paths import OWN_GENERATOR, fill_with_integers, nested_tensors_padded, no_seeding
 from partir.passes.structure import Structure, flatten
 from partir.passes.user_lines import DATA_DEPENDENT, fail, refuse
@@ -167,8 +169,9 @@ def _contexts(model: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[Abst
     yield _every_frame()
     yield nested_tensors_padded()
     yield no_seeding()
+    yield checkpoints_noted()
     # A graph made in inference mode could not be differentiated; the grad mode itself is the user's.
-    yield torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    yield ordinary_tensors()
     yield cast("AbstractContextManager[Any]", stateless._reparametrize_module(model, state))  # pyright: ignore[reportPrivateUsage]
 
 

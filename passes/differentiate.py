@@ -34,9 +34,10 @@ from partir.collectives import split_axes
 from partir.errors import VerifyError
 from partir.mesh import Mesh, use_mesh
 from partir.passes import aot
+from partir.passes.checkpoints import region_of
 from partir.passes.extract_graphs import extract_backward, extract_forward
 from partir.passes.node_facts import IDENTITIES, collective, op_name, operands, shape_and_dtype
-from partir.passes.partition import Partition, output_needs_copy, partition
+from partir.passes.partition import Partition, inside_regions, made_again, output_needs_copy, partition
 from partir.passes.share_gathers import merge_repeated, share_gathers
 from partir.program import Slot
 
@@ -102,6 +103,11 @@ class Joint:
     differentiable: tuple[bool, ...]
     training: bool
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether an output has a gradient."""
+        return any(self.differentiable)
+
 
 def join(
     lowered: GraphModule, mesh: Mesh, input_slots: Sequence[Slot], output_slots: Sequence[Slot], training: bool = True
@@ -118,11 +124,27 @@ def join(
 
 def split(joint: Joint, memory: str) -> Differentiated:
     """Return the two graphs of a joint graph; see `differentiate`."""
-    mesh, slots, outputs = joint.mesh, joint.inputs, joint.outputs
-    primals = joint.graph.graph.find_nodes(op="placeholder")[: len(slots)]
-    wants = [joint.training and slot.differentiable for slot in slots]
+    return extract(joint, parts_of(joint, made_again_in(joint, memory)))
+
+
+def made_again_in(joint: Joint, memory: str) -> frozenset[Node]:
+    """Return the forward nodes that the backward makes again with ``memory`` "low" or "fast"."""
+    primals = joint.graph.graph.find_nodes(op="placeholder")[: len(joint.inputs)]
+    wants = [joint.training and slot.differentiable for slot in joint.inputs]
     frozen = frozenset(primal for primal, want in zip(primals, wants, strict=True) if not want)
-    parts = partition(joint.graph, len(outputs), memory, frozen)
+    origins = {node.name: node for node in joint.shared.graph.nodes}
+    regions = {node: region for node in joint.graph.graph.nodes if (region := region_of(origins.get(aot.origin(node) or "")))}
+    return made_again(joint.graph, memory, frozen) | inside_regions(joint.graph, regions)
+
+
+def parts_of(joint: Joint, again: frozenset[Node]) -> Partition:
+    """Return which nodes of a joint graph run where, for what is made again."""
+    return partition(joint.graph, len(joint.outputs), again)
+
+
+def extract(joint: Joint, parts: Partition) -> Differentiated:
+    """Return the two graphs of a partitioned joint graph."""
+    mesh, slots, outputs = joint.mesh, joint.inputs, joint.outputs
     check_outputs(parts, mesh, outputs)
     check_gradients(parts, mesh, slots)
     copies = [output_needs_copy(parts, index) for index in range(len(outputs))]

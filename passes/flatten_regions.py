@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from partir.errors import TraceError, source_line
+from partir.passes.checkpoints import region_key
 from partir.passes.torch_ops import is_higher_order
 from partir.passes.user_lines import user_stack
 
@@ -80,6 +81,9 @@ def clean_meta(meta: Mapping[str, Any], wrapper: str) -> dict[str, Any]:
     for key, (path, kind) in modules.items():
         if path:
             stack[key] = (path.removeprefix(wrapper + "."), kind)
+    region = region_key(meta)
+    if region is not None:
+        stack = {region: ("", None), **stack}  # first: the last one is the module
     if stack:
         kept["nn_module_stack"] = stack
     return kept

@@ -8,11 +8,13 @@ A value that the backward needs is, in this order of preference,
 - with memory="low", something gathered, or moved, cast or combined elementwise from gathered values only: gathered
   again, so that shards are saved;
 - with memory="low", a mask, an index or a random number that depends on inputs without gradient only: made again;
+- inside a user's `torch.utils.checkpoint`: made again from what enters it;
 - anything else: saved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,19 +53,17 @@ class Partition:
     gradients: tuple[Node | None, ...]
 
 
-def partition(joint: GraphModule, num_outputs: int, memory: str, without_gradient: frozenset[Node]) -> Partition:
+def partition(joint: GraphModule, num_outputs: int, again: frozenset[Node]) -> Partition:
     """Decide which nodes run in the forward, in the backward or in both.
 
     Args:
         joint: graph of ``(*primals, *tangents) -> (*outputs, *gradients)``.
         num_outputs: outputs of the forward.
-        memory: ``"low"`` or ``"fast"``.
-        without_gradient: the primals that get no gradient.
+        again: the forward nodes that the backward may make again, as `made_again` says.
     """
     results = cast("list[Node | None]", list(cast("Any", joint.graph.output_node().args[0])))
     outputs = tuple(node for node in results[:num_outputs] if node is not None)
     gradients = tuple(results[num_outputs:])
-    again = made_again(joint, memory, without_gradient)
     saved, backward = _backward_nodes(joint, gradients, again)
     checks = [node for node in joint.graph.nodes if aot.is_check(node)]
     wanted = _ancestors([*outputs, *saved, *checks])
@@ -78,7 +78,13 @@ def is_tangent(node: Node) -> bool:
 
 
 def made_again(joint: GraphModule, memory: str, without_gradient: frozenset[Node]) -> frozenset[Node]:
-    """Return the forward nodes that the backward computes again instead of reading them."""
+    """Return the forward nodes that the backward computes again instead of reading them.
+
+    Args:
+        joint: graph of ``(*primals, *tangents) -> (*outputs, *gradients)``.
+        memory: ``"low"`` or ``"fast"``.
+        without_gradient: the primals that get no gradient.
+    """
     gathered: set[Node] = set()
     free: set[Node] = set(without_gradient)
     again: set[Node] = set()
@@ -93,6 +99,23 @@ def made_again(joint: GraphModule, memory: str, without_gradient: frozenset[Node
         if is_view(node) or not reads or (memory == "low" and (node in gathered or node in free)):
             again.add(node)
     return frozenset(again)
+
+
+def inside_regions(joint: GraphModule, regions: Mapping[Node, str]) -> frozenset[Node]:
+    """Return the forward nodes that a user's checkpoints enclose, less what leaves them: that is the input of what follows.
+
+    Args:
+        regions: node -> the checkpoint that it was made in.
+    """
+    of_backward = _of_backward(joint)
+    inside = {node: region for node, region in regions.items() if node not in of_backward and node.op == "call_function"}
+    leaving = {
+        storage_owner(node)
+        for node, region in inside.items()
+        for reader in node.users
+        if reader not in of_backward and regions.get(reader) != region
+    }
+    return frozenset(node for node in inside if node not in leaving and not is_random(node))
 
 
 def _is_gathered(node: Node, gathered: set[Node], free: set[Node]) -> bool:

@@ -20,24 +20,27 @@ from torch.fx import Graph, GraphModule, Node
 
 from partir import rules
 from partir.checks import verify_graph
+from partir.cost.held import peak_bytes
 from partir.errors import RuleError
 from partir.graph import outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
-from partir.options import Options
+from partir.options import Options, budget_of
 from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
 from partir.passes.choose_pads import choose_pads
 from partir.passes.decompose_ops import decompose_ops
-from partir.passes.differentiate import Differentiated, Joint, join, split
+from partir.passes.differentiate import Differentiated, Joint, extract, join, made_again_in, parts_of
 from partir.passes.expand_recipes import expand_recipes
 from partir.passes.factorise_dims import bind, factorise_dims
+from partir.passes.fit_memory import fit_memory, say
 from partir.passes.insert_collectives import insert_collectives
 from partir.passes.leave_padded import leave_padded
 from partir.passes.localize_shapes import localize_shapes
 from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
+from partir.passes.partition import Partition
 from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.printer import graph_text
@@ -56,6 +59,7 @@ class Compiled:
         annotated: the graph with the chosen layouts, sizes global.
         lowered: one rank's forward graph before differentiation.
         timings: seconds of each pass.
+        notes: on what is kept for the backward, where a budget of bytes was asked for.
     """
 
     program: Program
@@ -63,6 +67,7 @@ class Compiled:
     annotated: GraphModule
     lowered: GraphModule
     timings: Mapping[str, float]
+    notes: tuple[str, ...] = ()
 
 
 def compile_program(
@@ -190,14 +195,35 @@ def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:
 
 def _split(low: Lowered, joint: Joint, memory: str, joined: float) -> Compiled:
     run = _Run(low.mesh, dict(low.timings))
-    derived: Differentiated = run.time("differentiate", lambda: split(joint, memory))
-    run.timings["differentiate"] += joined
+    parts, notes = run.time("differentiate", lambda: _parts(low, joint, memory))
+    program = run.time("extract", lambda: _program(low, extract(joint, parts), memory))
+    run.timings["differentiate"] += joined + run.timings.pop("extract")
     texts = dict(low.texts)
-    texts["forward"] = graph_text(derived.forward)
-    texts["backward"] = graph_text(derived.backward) if derived.backward is not None else ""
+    texts["forward"] = graph_text(program.forward)
+    texts["backward"] = graph_text(program.backward) if program.backward is not None else ""
+    return Compiled(program.with_texts(texts), low.traced, low.annotated, low.graph, run.timings, notes)
+
+
+def _parts(low: Lowered, joint: Joint, memory: str) -> tuple[Partition, tuple[str, ...]]:
+    """Return which nodes run where, and notes on what was chosen to fit a budget."""
+    budget = budget_of(memory)
+    if budget is None:
+        return parts_of(joint, made_again_in(joint, memory)), ()
+    peaks: dict[frozenset[Node], int] = {}
+
+    def peak_of(again: frozenset[Node]) -> int:
+        if again not in peaks:
+            peaks[again] = peak_bytes(_program(low, extract(joint, parts_of(joint, again)), memory))
+        return peaks[again]
+
+    again = fit_memory(joint, budget, peak_of)
+    parts = parts_of(joint, again)
+    return parts, say(parts, budget, peak_of(again))
+
+
+def _program(low: Lowered, derived: Differentiated, memory: str) -> Program:
     outputs = tuple(with_tangent(slot, takes) for slot, takes in zip(low.outputs, derived.differentiable))
-    program = Program(low.mesh, memory, low.inputs, outputs, derived.forward, derived.backward, derived.num_outputs, texts=texts)
-    return Compiled(program, low.traced, low.annotated, low.graph, run.timings)
+    return Program(low.mesh, memory, low.inputs, outputs, derived.forward, derived.backward, derived.num_outputs)
 
 
 class _Run:

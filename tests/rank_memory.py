@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -46,6 +46,21 @@ def world_of_one_rank(size: int) -> Iterator[None]:
 
 def step_bytes(program: Program) -> int:
     """Return the most bytes that live storages of rank 0 take in a forward and a backward, its parameters and buffers among them."""
+    return _most_bytes(program, _backward)
+
+
+def evaluation_bytes(program: Program) -> int:
+    """Return the most bytes that live storages of rank 0 take in a call without gradients; see `step_bytes`."""
+    with torch.no_grad():
+        return _most_bytes(program, lambda program, outputs: None)
+
+
+def _backward(program: Program, outputs: Sequence[Tensor]) -> None:
+    loss = next(o for o, slot in zip(outputs, program.outputs) if slot.differentiable)
+    local_of(loss).backward(torch.ones_like(local_of(loss)))
+
+
+def _most_bytes(program: Program, then: Callable[[Program, Sequence[Tensor]], None]) -> int:
     with world_of_one_rank(program.mesh.size):
         groups = Groups(program.mesh, CPU)
         runs = DistributedProgram(program, groups, Transport(0, CPU, cast(Failures, _Never())))
@@ -53,9 +68,7 @@ def step_bytes(program: Program) -> int:
         tracker = MemTracker()
         tracker.track_external(*(local_of(t) for t, slot in zip(given, program.inputs) if slot.kind in ("parameter", "buffer")))
         with tracker:
-            outputs = runs(*given)
-            loss = next(o for o, slot in zip(outputs, program.outputs) if slot.differentiable)
-            local_of(loss).backward(torch.ones_like(local_of(loss)))
+            then(program, runs(*given))
         return max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
 
 

@@ -19,7 +19,8 @@ def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
     """Add a model, the mesh and the choices of a plan."""
     add_model(parser)
     parser.add_argument("--mesh", required=True, help='"4,4,4" is x,y,z; "2,4,4,4" data,x,y,z; "x=8,y=2" names them')
-    for name in ("memory", "vectors", "outputs"):
+    parser.add_argument("--memory", default="low", help='"low", "fast", or a number of bytes, "40GB", into which a step has to fit')
+    for name in ("vectors", "outputs"):
         parser.add_argument(f"--{name}", choices=LEGAL[name], default=LEGAL[name][0], help="as for partir.parallelize")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

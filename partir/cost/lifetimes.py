@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Node
 
 from partir.cost.messages import copies_of, is_same
 from partir.cost.monomial import Monomial, Values
-from partir.cost.sizes import ProgramSizes
 from partir.errors import module_path
 from partir.graph import is_collective, is_getitem, is_view, operands
 from partir.mesh import Mesh
@@ -30,6 +29,14 @@ from partir.records import layer_of
 SAVED, GRADIENTS, TEMPORARY, OUTPUTS = "saved activations", "gradients", "temporaries", "outputs"
 Storage = tuple[str, int]
 """A call's name, and which of its results."""
+
+
+class Numels(Protocol):
+    """The number of elements of each value on one rank, as `ProgramSizes` has them in symbols."""
+
+    def numels(self, node: Node) -> tuple[Monomial, ...]:
+        """Return that of each result of a node."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Block:
     count: int = 1
 
 
-def blocks_of(program: Program, sizes: ProgramSizes, counts: Mapping[str, int]) -> tuple[Block, ...]:
+def blocks_of(program: Program, sizes: Numels, counts: Mapping[str, int]) -> tuple[Block, ...]:
     """Return every storage that a step makes, forward and backward; ``counts``: how many layers a layer stands for."""
     forward = _Stage(program.forward, "forward", program.mesh, sizes, counts)
     count = program.num_outputs
@@ -69,7 +76,7 @@ def blocks_of(program: Program, sizes: ProgramSizes, counts: Mapping[str, int]) 
 class _Stage:
     """One graph as a rank runs it."""
 
-    def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: ProgramSizes, counts: Mapping[str, int]) -> None:
+    def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: Numels, counts: Mapping[str, int]) -> None:
         self.module, self.stage, self.mesh, self.sizes, self.counts = module, stage, mesh, sizes, counts
         self.named = {node.name: node for node in module.graph.nodes}
         self.order = list(as_run(module, mesh))

@@ -1,0 +1,29 @@
+"""What one rank holds in a step of a program, in numbers: the symbols of `cost_of` left out, which take longer."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from partir.cost.cost import Cost
+from partir.cost.lifetimes import blocks_of
+from partir.cost.monomial import Monomial
+from partir.graph import results_of
+from partir.program import Program
+
+
+class ActualSizes:
+    """The number of elements of each value of a program on one rank."""
+
+    def numels(self, node: Node) -> tuple[Monomial, ...]:
+        """Return the number of elements of each result of a node."""
+        results: tuple[object, ...] = results_of(node)
+        return tuple(Monomial.of(result.numel()) for result in results if isinstance(result, torch.Tensor))
+
+
+def peak_bytes(program: Program) -> int:
+    """Return the most bytes that one rank holds in a step, AdamW's moments among them; `Cost.peak_memory` of the same program."""
+    slots = [slot for slot in program.inputs if slot.kind in ("parameter", "buffer")]
+    held = [(torch.Size(slot.local_shape(program.mesh)).numel() * slot.dtype.itemsize, slot.differentiable) for slot in slots]
+    parameters = tuple((Monomial.of(number), trained) for number, trained in held)
+    return int(Cost({}, (), (), blocks_of(program, ActualSizes(), {}), parameters).peak_memory())
