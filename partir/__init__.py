@@ -4,6 +4,8 @@
 """
 
 from partir.api import full_state_dict, parallelize
+from partir.batches import BatchSliceSampler, batch_slice, from_local_batch, micro_batches
+from partir.clipping import clip_grad_norm_
 from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import PartirError
@@ -19,6 +21,7 @@ from partir.runtime.record import record_communication
 from partir.suggest import Suggestion, suggest_mesh
 
 __all__ = [
+    "BatchSliceSampler",
     "Layout",
     "Mesh",
     "PartirError",
@@ -26,11 +29,15 @@ __all__ = [
     "PlanDifference",
     "PlanDocument",
     "Suggestion",
+    "batch_slice",
     "check_rules",
+    "clip_grad_norm_",
+    "from_local_batch",
     "full_gradient",
     "full_state_dict",
     "full_tensor",
     "load_optimizer_state_dict",
+    "micro_batches",
     "optimizer_state_dict",
     "parallelize",
     "plan",

@@ -23,6 +23,7 @@ from partir.mesh import Mesh
 from partir.options import Options
 from partir.program import Program, Slot
 from partir.random_numbers import as_int64, seed_tensor
+from partir.runtime.norms import clip_gradients
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
 from partir.signature import layout_of_dtensor, signature
@@ -118,6 +119,7 @@ class Parallelized:
             names = self._input_names(model, structure)
             plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]
             session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
+            session.agree_on_blocks([(name, t) for name, t in zip(names, leaves) if isinstance(t, DTensor)])
         if not agreed.ready or found is None:
             found = self._programs[key] = self._distribute(session, model, args, kwargs, leaves, structure, found)
         return found, (agreed.seed, agreed.calls)
@@ -155,6 +157,10 @@ class Parallelized:
     def programs(self) -> tuple[Program, ...]:
         """Return the programs compiled so far."""
         return tuple(cast(Program, entry.compiled.program) for entry in self._programs.values())
+
+    def compiled(self) -> tuple[Any, ...]:
+        """Return what the compiler made of each signature so far, in order."""
+        return tuple(entry.compiled for entry in self._programs.values())
 
     def _input_names(self, model: nn.Module, structure: Any) -> list[str]:
         with original_class(model):
@@ -221,7 +227,15 @@ def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return parallelized(self).call(self, args, kwargs)
 
-    return type(f"Partir{original.__name__}", (ParallelModule, original), {"forward": forward, "__module__": original.__module__})
+    members: dict[str, Any] = {"forward": forward, "__module__": original.__module__}
+    if not hasattr(original, "clip_grad_norm_"):
+        members["clip_grad_norm_"] = _clip_grad_norm_
+    return type(f"Partir{original.__name__}", (ParallelModule, original), members)
+
+
+def _clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """Clip the gradients by their norm; see `partir.clip_grad_norm_`."""
+    return clip_gradients(list(self.parameters()), parallelized(self).session(self), max_norm, norm_type, error_if_nonfinite)
 
 
 @contextmanager
