@@ -42,6 +42,8 @@ def parallelize(
     pin: Mapping[str, str] | None = None,
     rules: str | Path | Iterable[str | Path] | None = None,
     rng: str = "exact",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     timeout: float | None = None,
     plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
 ) -> Model:
@@ -65,6 +67,9 @@ def parallelize(
         rules: paths of rule files; in this model their rules come before those of `partir.rules.add` and the built-in ones.
         rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
             drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
+        compute_dtype: cast floating parameters and inputs to it, blocks before they are gathered: `torch.bfloat16` beside float32
+            parameters keeps master weights, computes and gathers in bfloat16 and returns float32 gradients. Buffers stay as they are.
+        reduce_dtype: make sums between ranks in it where it is wider than what is added, `torch.float32`.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
         plan: a plan, or the path of a saved and perhaps edited one: mesh, memory, vectors, outputs, rng and layouts are its own.
 
@@ -83,7 +88,8 @@ def parallelize(
         )
     limit = None if timeout is None else timedelta(seconds=timeout)
     files = rule_files.read(rules)
-    given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files)
+    precision = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+    given = Options(memory, vectors, outputs, check_inputs, dict(pin or {}), rng, limit, rules=files, **precision)
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)

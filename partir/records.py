@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
 from torch.fx import GraphModule, Node
 
 from partir.collectives import received_bytes, split_axes
 from partir.errors import source_line
 from partir.graph import collective_name, is_collective, operands, tensor_of
+from partir.layout import dtype_name
 from partir.mesh import Mesh
 from partir.program import Program
 
@@ -31,6 +33,7 @@ class Collective:
         source: the user's line that it serves, ``gpt.py:71 (blocks.0.mlp)``.
         node: its name in the graph of its stage.
         again: the backward repeats what the forward has moved, because only shards were kept.
+        dtype: of what moves, ``"bf16"``.
     """
 
     op: str
@@ -41,6 +44,7 @@ class Collective:
     source: str
     node: str
     again: bool = False
+    dtype: str = ""
 
     @property
     def layer(self) -> str:
@@ -77,7 +81,7 @@ def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping
         again = bool(node.meta.get("again"))
         reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(node.meta.get("reason", "")))
         yield Collective(
-            collective_name(node), axis, num_bytes, stage, reason + ", again" * again, source_line(node.meta), node.name, again
+            collective_name(node), axis, num_bytes, stage, reason + ", again" * again, source_line(node.meta), node.name, again, dtype_name(_dtype(node))
         )
 
 
@@ -91,6 +95,10 @@ def message_of(node: Node, mesh: Mesh) -> tuple[str, int]:
     shapes = [tuple(block.shape) for block in blocks]
     shape = shapes if name.endswith("_bucket") else shapes[0]
     return axis, received_bytes(name, shape, blocks[0].dtype, mesh.extent(split_axes(axis)))
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return tensor_of(operands(node)[0]).dtype
 
 
 def _arguments(node: Node) -> dict[str, Any]:

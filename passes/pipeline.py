@@ -1,7 +1,7 @@
 """The order of the passes: from a module and example inputs to a program.
 
-    trace -> decompose_ops -> factorise_dims -> pad_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
-    -> bucket_vectors -> name_values -> differentiate
+    trace -> decompose_ops -> factorise_dims -> pad_dims -> annotate_layouts -> insert_collectives -> cast_early -> expand_recipes
+    -> localize_shapes -> bucket_vectors -> name_values -> differentiate
 
 Only this file knows the order. Each pass gets a copy of the graph; what it returns is verified, timed and, at the named
 stages, printed.
@@ -27,6 +27,7 @@ from partir.mesh import Mesh
 from partir.options import Options
 from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
+from partir.passes.cast_early import cast_early
 from partir.passes.choose_pads import choose_pads
 from partir.passes.decompose_ops import decompose_ops
 from partir.passes.differentiate import Differentiated, Joint, join, split
@@ -40,6 +41,7 @@ from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
 from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
 from partir.passes.trace import InputSlot, Traced, trace
+from partir.precision import without_autocast
 from partir.printer import graph_text
 from partir.program import Program, Slot
 from partir.random_ops import DRAWN
@@ -86,7 +88,7 @@ def compile_program(
         PartirError: the model cannot be traced, an op has no rule, or sizes do not divide.
     """
     start = time.perf_counter()
-    traced = trace(model, args, kwargs)
+    traced = trace(model, args, kwargs, options.compute_dtype)
     timings = {"trace": time.perf_counter() - start}
     return compile_traced(traced, mesh, options, parameter_layouts, input_layouts, timings)
 
@@ -100,7 +102,7 @@ def compile_traced(
     timings: Mapping[str, float] | None = None,
 ) -> Compiled:
     """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
-    with rules.using(options.rules):
+    with rules.using(options.rules), without_autocast():
         return derive(lower(traced, mesh, options, parameter_layouts, input_layouts, timings), options.memory)
 
 
@@ -115,6 +117,7 @@ class Lowered:
         inputs, outputs: the slots of a program.
         training: gradients are recorded.
         texts, timings: of the passes.
+        reduce_dtype: of sums between ranks.
     """
 
     mesh: Mesh
@@ -126,6 +129,7 @@ class Lowered:
     training: bool
     texts: Mapping[str, str]
     timings: Mapping[str, float]
+    reduce_dtype: torch.dtype | None = None
 
 
 def lower(
@@ -157,6 +161,7 @@ def lower(
     shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
     annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, mesh, sharded))
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
+    graph = run.pass_("cast_early", graph, cast_early, "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
@@ -164,7 +169,7 @@ def lower(
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
     inputs = input_slots(lowered, slots, outputs_reached(annotated) if training else {})
     outputs = output_slots(lowered, shapes, traced, training)
-    return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings)
+    return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings, options.reduce_dtype)
 
 
 def factorise(traced: Traced) -> GraphModule:
@@ -182,7 +187,7 @@ def derive(low: Lowered, memory: str) -> Compiled:
 def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:
     """Differentiate a lowered graph once, and split it into forward and backward for each memory mode."""
     start = time.perf_counter()
-    joint = join(low.graph, low.mesh, low.inputs, low.outputs, low.training)
+    joint = join(low.graph, low.mesh, low.inputs, low.outputs, low.training, low.reduce_dtype)
     joined = time.perf_counter() - start
     return {memory: _split(low, joint, memory, joined) for memory in memories}
 
