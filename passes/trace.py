@@ -28,6 +28,7 @@ from partir.passes.flatten_regions import Flattener, clean_meta, detach_no_grad,
 from partir.passes.functionalize import functionalize
 from partir.passes.structure import Structure, flatten, leaf_paths
 from partir.passes.user_lines import DATA_DEPENDENT
+from partir.passes.write_casts import write_casts
 from partir.precision import without_autocast
 from partir.random_ops import draws
 
@@ -107,12 +108,13 @@ def trace(
     leaves, structure = flatten_inputs(args, kwargs or {})
     names = input_names(model, structure)
     captured = capture(model, leaves, structure, names, compute_dtype)
-    with without_autocast():
-        return _traced(model, captured, names, structure)
-
-
-def _traced(model: nn.Module, captured: Capture, names: list[str], structure: Structure) -> Traced:
     graph, slots = _flat_graph(model, captured, names)
+    with without_autocast():
+        return _traced(graph, slots, captured, structure)
+
+
+def _traced(graph: fx.Graph, slots: list[InputSlot], captured: Capture, structure: Structure) -> Traced:
+    write_casts(graph)
     _refuse_data_dependence(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     assigned = [(captured.outputs.num_tensors + index, name) for index, name in enumerate(captured.assigned)]
