@@ -40,6 +40,7 @@ from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
 from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
+from partir.passes.split_accumulation import split_accumulation
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.precision import without_autocast
 from partir.printer import graph_text
@@ -182,6 +183,35 @@ def factorise(traced: Traced) -> GraphModule:
 def derive(low: Lowered, memory: str) -> Compiled:
     """Differentiate a lowered graph; ``memory`` as for `parallelize`."""
     return derive_each(low, (memory,))[memory]
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulating:
+    """A compiled call in two programs, so that several calls gather weights and reduce gradients once.
+
+    Args:
+        gather: parameters -> what calls read of them; its backward reduces the gradients of that.
+        batch: what is held of the parameters, then the other inputs -> outputs.
+    """
+
+    gather: Program
+    batch: Program
+
+
+def accumulating(compiled: Compiled, options: Options) -> Accumulating:
+    """Split a compiled call that has a backward for accumulation; see `passes.split_accumulation`."""
+    program = compiled.program
+    parts = split_accumulation(compiled.lowered, program.inputs)
+    gather = _program(parts.gather, parts.parameters, parts.held, program, options)
+    batch = _program(parts.batch, (*parts.held, *parts.others), program.outputs, program, options)
+    return Accumulating(gather, batch)
+
+
+def _program(graph: GraphModule, inputs: tuple[Slot, ...], outputs: tuple[Slot, ...], like: Program, options: Options) -> Program:
+    with without_autocast():
+        derived = split(join(graph, like.mesh, inputs, outputs, True, options.reduce_dtype), like.memory)
+    outputs = tuple(with_tangent(slot, takes) for slot, takes in zip(outputs, derived.differentiable))
+    return Program(like.mesh, like.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs)
 
 
 def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:
