@@ -3,6 +3,7 @@
     model = partir.parallelize(model, mesh=(4, 4, 4))
 """
 
+from partir.accumulation import accumulate
 from partir.api import full_state_dict, parallelize
 from partir.batches import BatchSliceSampler, batch_slice, from_local_batch, micro_batches
 from partir.clipping import clip_grad_norm_
@@ -29,6 +30,7 @@ __all__ = [
     "PlanDifference",
     "PlanDocument",
     "Suggestion",
+    "accumulate",
     "batch_slice",
     "check_rules",
     "clip_grad_norm_",

@@ -17,6 +17,7 @@ from partir.errors import PartirError
 from partir.follow_plan import requested
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
+from partir.passes.pipeline import accumulating
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored
@@ -93,7 +94,7 @@ def parallelize(
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)
-    compiler = Compiler(compile_program, flatten_inputs, input_names)
+    compiler = Compiler(compile_program, flatten_inputs, input_names, accumulating)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(ranks, options, original, compiler)
     _distribute(model, state)

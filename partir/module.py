@@ -23,6 +23,7 @@ from partir.mesh import Mesh
 from partir.options import Options
 from partir.program import Program, Slot
 from partir.random_numbers import as_int64, seed_tensor
+from partir.runtime.accumulate import Accumulator, DistributedRunner, Runner, SimulatedRunner
 from partir.runtime.norms import clip_gradients
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
@@ -37,11 +38,13 @@ class Compiler:
         compile: (model, args, kwargs, mesh, options, parameter layouts, layouts of DTensor inputs) -> compiled.
         flatten: (args, kwargs) -> (tensors, structure of the rest).
         names: (model, structure) -> a name for each of those tensors.
+        accumulating: (compiled, options) -> the compiled call in two programs, `gather` and `batch`.
     """
 
     compile: Callable[..., Any]
     flatten: Callable[..., tuple[list[Tensor], Any]]
     names: Callable[..., list[str]]
+    accumulating: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Parallelized:
         self.compiler = compiler
         self.layouts: dict[str, Layout] = {}
         self.calls = 0
+        self.accumulators: dict[int, Accumulator] | None = None
+        self._runners: dict[int, tuple[Runner, Runner]] = {}
         self._programs: dict[Any, Entry] = {}
         self._session: Session | None = None
 
@@ -91,10 +96,25 @@ class Parallelized:
         entry, seed = self._entry(model, args, kwargs, leaves, structure)
         self.calls += 1
         program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
-        results = entry.run(*self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed))
+        tensors = self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed)
+        keeps = self.accumulators is not None and program.backward is not None and torch.is_grad_enabled()
+        results = self._accumulator(model, entry).call(_others(program, tensors)) if keeps else entry.run(*tensors)
         for index, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers):
             _write_buffer(model, name, results[index])
         return traced.outputs.rebuild(results[: traced.num_outputs])
+
+    def _accumulator(self, model: nn.Module, entry: Entry) -> Accumulator:
+        """Return what calls of a signature keep in the present block of `partir.accumulate`."""
+        assert self.accumulators is not None
+        if id(entry) not in self.accumulators:
+            if id(entry) not in self._runners:
+                split, session = self.compiler.accumulating(entry.compiled, self.options), self.session(model)
+                make: Any = SimulatedRunner if session is None else lambda program: DistributedRunner(session.bind(program))
+                self._runners[id(entry)] = make(split.gather), make(split.batch)
+            gather, batch = self._runners[id(entry)]
+            parameters = [model.get_parameter(slot.name) for slot in gather.program.inputs]
+            self.accumulators[id(entry)] = Accumulator(gather, batch, parameters)
+        return self.accumulators[id(entry)]
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Compile for some inputs without running."""
@@ -196,7 +216,7 @@ class Parallelized:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what only this process can hold: programs are compiled again, groups made again."""
-        return {**self.__dict__, "_programs": {}, "_session": None}
+        return {**self.__dict__, "_programs": {}, "_session": None, "_runners": {}, "accumulators": None}
 
 
 class ParallelModule(nn.Module):
@@ -261,6 +281,10 @@ def _tensor(
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
     return found
+
+
+def _others(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t for t, slot in zip(tensors, program.inputs, strict=True) if slot.kind != "parameter"]
 
 
 def _refuse_meta(model: nn.Module, named: Mapping[str, Tensor]) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from partir import rules as rule_files
+from partir.accumulation_cost import AccumulationCost, accumulation_cost
 from partir.errors import PartirError
 from partir.follow_plan import requested
 from partir.hardware import Hardware
@@ -153,6 +154,15 @@ class Plan:
         """Return the bytes that one rank receives in one step, in all collectives that match."""
         wanted = [(name, value) for name, value in (("stage", stage), ("axis", axis), ("op", op)) if value is not None]
         return sum(c.bytes for c in self.collectives if all(getattr(c, name) == value for name, value in wanted))
+
+    @cached_property
+    def accumulation(self) -> AccumulationCost:
+        """What one rank receives and holds in a block of `partir.accumulate`; `print` it.
+
+        Raises:
+            PartirError: nothing has a gradient.
+        """
+        return accumulation_cost(self.compiled, self.options)
 
     @cached_property
     def layouts(self) -> Layouts:

@@ -106,10 +106,12 @@ def _of_one_parameter(graph: Graph, slots: dict[Node, Slot]) -> dict[Node, Node]
 
 
 def _is_no_computation(node: Node) -> bool:
-    return is_collective(node) or is_getitem(node) or is_view(node) or node.target is CAST
+    """A cast to a wider dtype belongs to what computes with it: the narrow value is what is held."""
+    narrows = node.target is CAST and tensor_of(node).dtype.itemsize <= tensor_of(node.all_input_nodes[0]).dtype.itemsize
+    return is_collective(node) or is_getitem(node) or is_view(node) or narrows
 
 
 def _held_slot(node: Node, parameter: Slot) -> Slot:
     layout, dtype = layout_of(node), tensor_of(node).dtype
     layout = replace(layout, owner=None) if layout.owner and node.op != "placeholder" else layout
-    return Slot(node.name, "output", layout, layout.shape, dtype, parameter.differentiable, parameter.reaches)
+    return Slot(node.name, "output", layout, layout.shape, dtype, parameter.differentiable, parameter.reaches, parameter.name)

@@ -51,14 +51,12 @@ def test_16_bit_parameters(dtype: torch.dtype, tolerance: float, mesh: tuple[int
 
 
 def test_a_mean_over_many_losses_does_not_overflow_float16() -> None:
-    """128 * 64 losses of about 15 add up to more than float16 holds, and each rank's part of a norm's cube too."""
+    """Losses that add up to more than float16 holds (on a CPU torch itself returns infinity), and the cube of a norm's root."""
     torch.manual_seed(0)
     x, target = torch.randn(128 * 64, 8).half() * 10, torch.randint(0, 8, (128 * 64,))
     model = nn.Sequential(nn.Linear(8, 8)).half()
-    twin = copy.deepcopy(model)
-    compiled = _Loss(model)
-    partir.parallelize(compiled, (2, 2, 2))
-    loss, expected = compiled(x, target), F.cross_entropy(twin(x), target)
+    expected = F.cross_entropy(copy.deepcopy(model)(x).float(), target)
+    loss = partir.parallelize(_Loss(model), (2, 2, 2))(x, target)
     assert torch.isfinite(loss) and abs(float(loss.detach() - expected.detach())) < 2e-2
     norm = nn.LayerNorm(16).half()
     small = (torch.randn(8, 16) * 1e-3).half().requires_grad_()
@@ -205,7 +203,7 @@ def test_grad_scaler() -> None:
             scaler.update()
             optimizer.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale() == (2.0**10 if scale == 1.0 else 2.0**9)
-        moved = max(float((p - b).abs().max()) for p, b in zip(model.parameters(), before))
+        moved = max(float((p.detach() - b).abs().max()) for p, b in zip(model.parameters(), before))
         assert (moved > 0) == (scale == 1.0)
     assert max(float((p - q).abs().max()) for p, q in zip(model.parameters(), twin.parameters())) < 1e-3
 
