@@ -9,7 +9,8 @@ import torch
 
 from partir.errors import PartirError
 from partir.options import Options
-from partir.passes.pipeline import Compiled, accumulating
+from partir.passes.accumulating import accumulating
+from partir.passes.pipeline import Compiled
 from partir.precision import is_half
 from partir.program import Program, Slot
 from partir.records import Collective, collectives_of
@@ -61,7 +62,7 @@ def accumulation_cost(compiled: Compiled, options: Options) -> AccumulationCost:
         PartirError: the call has no backward.
     """
     if compiled.program.backward is None:
-        raise PartirError("nothing has a gradient in this plan, so there is nothing to accumulate: plan it in training mode, with gradients.")
+        raise PartirError("nothing has a gradient in this plan, so there is nothing to accumulate: plan it with gradients on.")
     split = accumulating(compiled, options)
     gather, mesh = split.gather, compiled.program.mesh
     held = gather.outputs

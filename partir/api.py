@@ -17,7 +17,7 @@ from partir.errors import PartirError
 from partir.follow_plan import requested
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options
-from partir.passes.pipeline import accumulating
+from partir.passes.accumulating import accumulating
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
 from partir.runtime.parameters import full_tensor, needs_conversion, to_original, to_stored

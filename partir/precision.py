@@ -21,7 +21,8 @@ def check_dtype(option: str, dtype: object) -> None:
     """
     if dtype is not None and dtype not in DTYPES:
         names = ", ".join(str(each) for each in DTYPES)
-        raise PartirError(f"{option}={dtype!r} is not understood: sums in it are not defined on every backend; choose from {names}, or None.")
+        unknown = f"{option}={dtype!r} is not understood: sums in it are not defined on every backend"
+        raise PartirError(f"{unknown}; choose from {names}, or None.")
 
 
 def autocast_text() -> str:

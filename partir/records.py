@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
 from torch.fx import GraphModule, Node
 
 from partir.collectives import received_bytes, split_axes
@@ -80,9 +79,8 @@ def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping
             continue
         again = bool(node.meta.get("again"))
         reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(node.meta.get("reason", "")))
-        yield Collective(
-            collective_name(node), axis, num_bytes, stage, reason + ", again" * again, source_line(node.meta), node.name, again, dtype_name(_dtype(node))
-        )
+        reason, line, dtype = reason + ", again" * again, source_line(node.meta), dtype_name(tensor_of(operands(node)[0]).dtype)
+        yield Collective(collective_name(node), axis, num_bytes, stage, reason, line, node.name, again, dtype)
 
 
 def message_of(node: Node, mesh: Mesh) -> tuple[str, int]:
@@ -95,10 +93,6 @@ def message_of(node: Node, mesh: Mesh) -> tuple[str, int]:
     shapes = [tuple(block.shape) for block in blocks]
     shape = shapes if name.endswith("_bucket") else shapes[0]
     return axis, received_bytes(name, shape, blocks[0].dtype, mesh.extent(split_axes(axis)))
-
-
-def _dtype(node: Node) -> torch.dtype:
-    return tensor_of(operands(node)[0]).dtype
 
 
 def _arguments(node: Node) -> dict[str, Any]:

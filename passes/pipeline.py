@@ -1,7 +1,7 @@
 """The order of the passes: from a module and example inputs to a program.
 
-    trace -> decompose_ops -> factorise_dims -> pad_dims -> annotate_layouts -> insert_collectives -> cast_early -> expand_recipes
-    -> localize_shapes -> bucket_vectors -> name_values -> differentiate
+    trace -> decompose_ops -> factorise_dims -> pad_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
+    -> bucket_vectors -> name_values -> differentiate
 
 Only this file knows the order. Each pass gets a copy of the graph; what it returns is verified, timed and, at the named
 stages, printed.
@@ -27,7 +27,6 @@ from partir.mesh import Mesh
 from partir.options import Options
 from partir.passes.annotate_layouts import Given, annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
-from partir.passes.cast_early import cast_early
 from partir.passes.choose_pads import choose_pads
 from partir.passes.decompose_ops import decompose_ops
 from partir.passes.differentiate import Differentiated, Joint, join, split
@@ -40,7 +39,6 @@ from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
 from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
-from partir.passes.split_accumulation import split_accumulation
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.precision import without_autocast
 from partir.printer import graph_text
@@ -162,7 +160,6 @@ def lower(
     shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
     annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, mesh, sharded))
     graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
-    graph = run.pass_("cast_early", graph, cast_early, "collectives")
     graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
@@ -183,35 +180,6 @@ def factorise(traced: Traced) -> GraphModule:
 def derive(low: Lowered, memory: str) -> Compiled:
     """Differentiate a lowered graph; ``memory`` as for `parallelize`."""
     return derive_each(low, (memory,))[memory]
-
-
-@dataclass(frozen=True, eq=False)
-class Accumulating:
-    """A compiled call in two programs, so that several calls gather weights and reduce gradients once.
-
-    Args:
-        gather: parameters -> what calls read of them; its backward reduces the gradients of that.
-        batch: what is held of the parameters, then the other inputs -> outputs.
-    """
-
-    gather: Program
-    batch: Program
-
-
-def accumulating(compiled: Compiled, options: Options) -> Accumulating:
-    """Split a compiled call that has a backward for accumulation; see `passes.split_accumulation`."""
-    program = compiled.program
-    parts = split_accumulation(compiled.lowered, program.inputs)
-    gather = _program(parts.gather, parts.parameters, parts.held, program, options)
-    batch = _program(parts.batch, (*parts.held, *parts.others), program.outputs, program, options)
-    return Accumulating(gather, batch)
-
-
-def _program(graph: GraphModule, inputs: tuple[Slot, ...], outputs: tuple[Slot, ...], like: Program, options: Options) -> Program:
-    with without_autocast():
-        derived = split(join(graph, like.mesh, inputs, outputs, True, options.reduce_dtype), like.memory)
-    outputs = tuple(with_tangent(slot, takes) for slot, takes in zip(outputs, derived.differentiable))
-    return Program(like.mesh, like.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs)
 
 
 def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:

@@ -22,7 +22,7 @@ from partir.program import Program, Slot
 from partir.runtime.derivatives import first_derivative_only
 from partir.runtime.distributed import DistributedProgram
 from partir.runtime.simulated import SimulatedProgram, assemble, plain_execution, shard_all
-from partir.runtime.torch_dtensor import make_dtensor, spec_of
+from partir.runtime.torch_dtensor import spec_of
 
 # A block on this rank; simulated, the blocks of all ranks.
 Blocks = Any

@@ -81,7 +81,7 @@ def _own_norm(parameter: nn.Parameter, norm_type: float, dtype: torch.dtype) -> 
 def _counts(grad: Tensor) -> bool:
     """Return whether this rank is the one of those that hold its block that counts for it."""
     if not isinstance(grad, DTensor):
-        raise PartirError("clip_grad_norm_: a gradient is a plain tensor, its parameter is a DTensor; set .grad to a DTensor laid out alike.")
+        raise PartirError("clip_grad_norm_: a gradient is a plain tensor and its parameter a DTensor; set .grad to one laid out alike.")
     loose = cast(Any, grad)
     places = loose.device_mesh.get_coordinate()
     for place, placement in zip(places, loose.placements):

@@ -47,7 +47,8 @@ def check_reducible(backend: str, dtype: torch.dtype, where: str, line: str) -> 
     legal = REDUCIBLE.get(backend)
     if legal is not None and dtype not in legal:
         names = ", ".join(str(each) for each in legal)
-        raise PartirError(f"{line}: {where}: {backend} cannot add up {dtype}. It can {names}: give reduce_dtype=torch.float32, or cast first.")
+        law = f"{backend} cannot add up {dtype}, only {names}"
+        raise PartirError(f"{line}: {where}: {law}. Give reduce_dtype=torch.float32, or cast first.")
 
 
 @dataclass(frozen=True)

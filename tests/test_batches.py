@@ -56,7 +56,7 @@ def test_a_program_given_blocks_equals_one_given_the_whole_batch(mesh: tuple[int
 
 def _loss_and_gradients(compiled: Compiled) -> tuple[torch.Tensor, list[torch.Tensor]]:
     model = make_gpt()
-    values = {name: parameter for name, parameter in model.named_parameters()}
+    values = dict(model.named_parameters())
     program = compiled.program
     tensors = [values[slot.name] if slot.kind == "parameter" else tokens() for slot in program.inputs]
     loss = SimulatedProgram(program, check_ranks=True)(*tensors)[0]
