@@ -134,7 +134,8 @@ class Parallelized:
                 self._keep_layouts(model, compiled.program)
                 found = self._programs[key] = Entry(compiled, SimulatedProgram(compiled.program), names)
             return found, (seed, calls)
-        agreed = session.agree_on_call(text, found is not None, as_int64(seed), calls)
+        block = "" if self.accumulators is None else "; inside partir.accumulate"
+        agreed = session.agree_on_call(text + block, found is not None, as_int64(seed), calls)
         if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
             names = self._input_names(model, structure)
             plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]

@@ -130,7 +130,7 @@ class _Annotator:
         if len(read) == 1 and read[0].meta["layout"] is None:
             node.meta["layout"] = None
             return
-        if node.target is CAST and node.name not in self.given.layouts:
+        if node.target is CAST and read[0].meta["layout"].split_axes and node.name not in self.given.layouts:
             self._record(node, self._cast(node))
             return
         for operand in read:

@@ -72,16 +72,18 @@ class SimulatedRunner:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._run = SimulatedProgram(program)
+        self._device = torch.device("cpu")
 
     def shard(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> list[Blocks]:
+        self._device = tensors[0].device if tensors else self._device
         return [shard_all(t.detach(), slot.layout, self.program.mesh) for t, slot in zip(tensors, slots, strict=True)]
 
     def forward(self, blocks: Sequence[Blocks]) -> tuple[list[Blocks], list[Blocks]]:
-        with plain_execution([]):
+        with plain_execution([torch.empty(0, device=self._device)]):
             return self._run._run_forward(list(blocks))  # pyright: ignore[reportPrivateUsage]
 
     def backward(self, saved: Sequence[Blocks], tangents: Sequence[Blocks]) -> list[Blocks | None]:
-        with plain_execution([]):
+        with plain_execution([torch.empty(0, device=self._device)]):
             return cast(Any, self._run)._backward.run([*saved, *tangents])
 
     def wrap(self, outputs: Sequence[Blocks]) -> list[Tensor]:
@@ -92,7 +94,7 @@ class SimulatedRunner:
         found: list[Blocks] = []
         for grad, output, slot in zip(grads, outputs, self.program.outputs, strict=True):
             if slot.differentiable:
-                whole = torch.zeros_like(output) if grad is None else grad
+                whole = torch.zeros(output.shape, dtype=output.dtype, device=self._device) if grad is None else grad
                 found.append(shard_all(extend(whole, slot.layout.shape), slot.layout, self.program.mesh))
         return found
 
@@ -108,7 +110,8 @@ class SimulatedRunner:
 
     def narrowed(self, total: Blocks | None, slot: Slot) -> Blocks:
         if total is None:
-            return [torch.zeros(slot.local_shape(self.program.mesh), dtype=slot.dtype)] * self.program.mesh.size
+            shape = slot.local_shape(self.program.mesh)
+            return [torch.zeros(shape, dtype=slot.dtype, device=self._device)] * self.program.mesh.size
         return [block.to(slot.dtype) for block in total]
 
 

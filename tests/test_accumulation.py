@@ -134,6 +134,26 @@ def test_inputs_get_their_gradients_at_once() -> None:
     assert distance(gradients(model), list(expected[1:])) < 1e-12
 
 
+def test_an_output_that_the_loss_does_not_read() -> None:
+    """It gives no gradient, and what only it depends on gets none."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    model, twin, x = Two().double(), Two().double(), torch.randn(8, 8, dtype=torch.float64)
+    partir.parallelize(model, (2, 2, 1))
+    with partir.accumulate(model):
+        model(x)[1].square().sum().backward()
+    twin(x)[1].square().sum().backward()
+    assert model.a.weight.grad is None and distance(gradients(model), gradients(twin)) < 1e-12
+
+
 def test_calls_without_gradient_run_as_ever() -> None:
     model = partir.parallelize(nn.Linear(8, 8), (2, 1, 1))
     with partir.accumulate(model), torch.no_grad():

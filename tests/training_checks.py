@@ -100,3 +100,49 @@ def check_a_rank_passes_only_its_samples(rank: int) -> None:
     shorter = partir.from_local_batch(model, own[:1] + int(rank == 3))
     message = error_of(RankError, lambda: model(shorter, labels=shorter))
     assert "ids: ranks 2 and 3 hold the same block of a DTensor input, and its contents differ" in message
+
+
+def check_accumulation_and_precision(rank: int) -> None:
+    """Master weights, sums in float64 and accumulation at once, diagonal vectors too: gradients of one device with the same casts."""
+    model = Kinds().double()
+    twin = copy.deepcopy(model).float()
+    partir.parallelize(model, (2, 2, 2), vectors="diagonal", compute_dtype=torch.float32, reduce_dtype=torch.float64)
+    with partir.accumulate(model):
+        for part in partir.micro_batches(few_ids(), 2):
+            loss = model(part) / 2
+            assert loss.dtype == torch.float32 and everyone_has(loss.detach())
+            loss.backward()
+    twin(few_ids()).backward()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None and p.grad is not None:
+            assert p.grad.dtype == torch.float64
+            assert relative(cast(Tensor, full_gradient(p)), q.grad.double(), 1e-3) < 1e-4, name
+
+
+def check_grad_scaler(rank: int) -> None:
+    """DTensor gradients are unscaled; one rank's infinity is a step that no rank takes; autocast is part of the signature."""
+    model = partir.parallelize(Kinds(), (2, 2, 2))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(few_ids())
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    twin = Kinds()
+    with torch.autocast("cpu", torch.float16):
+        twin(few_ids()).backward()
+    norm = partir.clip_grad_norm_(model, 1e9)
+    assert relative(norm, nn.utils.get_total_norm([q.grad for q in twin.parameters() if q.grad is not None])) < 2e-2
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**8
+    optimizer.zero_grad()
+    scaler.scale(model(few_ids())).backward()
+    grad = cast(DTensor, model.qkv.weight.grad)
+    if rank == 5:
+        grad.to_local()[0, 0] = math.inf
+    before = cast(DTensor, model.qkv.weight).to_local().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**7
+    assert torch.equal(cast(DTensor, model.qkv.weight).to_local(), before)
