@@ -3,8 +3,11 @@
     model = partir.parallelize(model, mesh=(4, 4, 4))
 """
 
+from partir.accumulation import accumulate
 from partir.api import full_state_dict, parallelize
+from partir.batches import BatchSliceSampler, batch_slice, from_local_batch, micro_batches
 from partir.checkpoint import Checkpoint, SavingCheckpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from partir.clipping import clip_grad_norm_
 from partir.eager_randomness import same_randomness
 from partir.equivalence import verify
 from partir.errors import NonFiniteError, PartirError, RankError
@@ -22,6 +25,7 @@ from partir.safetensors import load_safetensors, save_safetensors
 from partir.suggest import Suggestion, suggest_mesh
 
 __all__ = [
+    "BatchSliceSampler",
     "Checkpoint",
     "Layout",
     "Mesh",
@@ -33,7 +37,11 @@ __all__ = [
     "RankError",
     "SavingCheckpoint",
     "Suggestion",
+    "accumulate",
+    "batch_slice",
     "check_rules",
+    "clip_grad_norm_",
+    "from_local_batch",
     "full_gradient",
     "full_state_dict",
     "full_tensor",
@@ -41,6 +49,7 @@ __all__ = [
     "length_buckets",
     "load_checkpoint",
     "load_optimizer_state_dict",
+    "micro_batches",
     "optimizer_state_dict",
     "load_safetensors",
     "parallelize",

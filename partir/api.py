@@ -20,6 +20,7 @@ from partir.initial_tape import Initialize
 from partir.initial_values import InitialValues, default_device, materialize
 from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
 from partir.options import Options, memory_text
+from partir.passes.accumulating import accumulating
 from partir.passes.prove_lengths import prove_lengths
 from partir.passes.trace import flatten_inputs, input_names
 from partir.plan_document import PlanDocument
@@ -48,6 +49,8 @@ def parallelize(
     pin: Mapping[str, str] | None = None,
     rules: str | Path | Iterable[str | Path] | None = None,
     rng: str = "exact",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     timeout: float | None = None,
     plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
     initialize: Initialize | None = None,
@@ -75,6 +78,9 @@ def parallelize(
         rules: paths of rule files; in this model their rules come before those of `partir.rules.add` and the built-in ones.
         rng: "exact": the same random numbers on every mesh, and in eager calls under `partir.same_randomness`. "fast": each block is
             drawn by torch's own generator, the same on all ranks that hold it; on another mesh the numbers are others.
+        compute_dtype: cast floating parameters and inputs to it, blocks before they are gathered: `torch.bfloat16` beside float32
+            parameters keeps master weights, computes and gathers in bfloat16 and returns float32 gradients. Buffers stay as they are.
+        reduce_dtype: make sums between ranks in it where it is wider than what is added, `torch.float32`.
         timeout: the longest wait for another rank in seconds; by default that of `init_process_group`.
         plan: a plan, or the path of a saved and perhaps edited one: mesh, memory, vectors, outputs, rng and layouts are its own.
         initialize: of a model built under `torch.device("meta")`: `initialize(model)` runs after its modules' own init functions
@@ -106,11 +112,13 @@ def parallelize(
         rng=rng,
         timeout=limit,
         rules=files,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
     )
     if isinstance(mesh, str) and mesh == "auto" and plan is None:
         mesh = automatic_mesh(model, example_inputs, example_kwargs, given)
     ranks, options, compile_program = requested(model, mesh, plan, given)
-    compiler = Compiler(compile_program, flatten_inputs, input_names, prove_lengths)
+    compiler = Compiler(compile_program, flatten_inputs, input_names, prove_lengths, accumulating)
     original = cast("type[nn.Module]", type(model))
     state = Parallelized(ranks, options, original, compiler)
     with ordinary_tensors():

@@ -134,7 +134,7 @@ class FollowedPlan:
             LayoutError: an edited layout that cannot be kept; names its line.
         """
         start = time.perf_counter()
-        traced = trace(model, args, kwargs)
+        traced = trace(model, args, kwargs, options.compute_dtype)
         timings = {"trace": time.perf_counter() - start}
         graph, ops = graph_digests(traced.graph_module, graph_text(traced.graph_module))
         same, fixed = graph == self.document.origin.graph, dict(parameter_layouts or {})

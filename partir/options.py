@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
+
 from partir.errors import PartirError
+from partir.precision import check_dtype
 from partir.quantities import parse_bytes
 from partir.rules.source import Source
 
@@ -60,6 +63,8 @@ class Options:
         timeout: the longest wait for another rank.
         placement: name of the placement file.
         rules: the user's rule files, as they were read.
+        compute_dtype: parameters and floating inputs are cast to it before they are gathered; None: as they are.
+        reduce_dtype: sums between ranks are made in it where it is wider; None: in the dtype of what is added.
 
     Raises:
         PartirError: a value that is none of the legal ones.
@@ -75,9 +80,13 @@ class Options:
     timeout: timedelta | None = None
     placement: str = "placement_3d"
     rules: tuple[Source, ...] = ()
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", memory_text(self.memory))
+        check_dtype("compute_dtype", self.compute_dtype)
+        check_dtype("reduce_dtype", self.reduce_dtype)
         for name, values in LEGAL.items():
             if getattr(self, name) not in values and not (name == "memory" and budget_of(self.memory)):
                 raise PartirError(f"{name}={getattr(self, name)!r} is not understood; choose from {', '.join(map(repr, values))}.")

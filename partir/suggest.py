@@ -192,7 +192,7 @@ class Search:
     templates: list[Template] = field(default_factory=list[Template])
 
     def __post_init__(self) -> None:
-        self.folded = fold_layers(trace(self.model, self.args, self.kwargs))
+        self.folded = fold_layers(trace(self.model, self.args, self.kwargs, self.options.compute_dtype))
         self._law = placement(self.options.placement)
         self._graph = pipeline.factorise(self.folded.traced)
         dims = [dim for node in self._graph.graph.nodes for result in node.meta.get("subdims", ()) for dim in result]

@@ -43,6 +43,7 @@ from partir.passes.pad_dims import pad_dims
 from partir.passes.partition import Partition
 from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
 from partir.passes.trace import InputSlot, Traced, trace
+from partir.precision import without_autocast
 from partir.printer import graph_text
 from partir.program import Program, Slot
 from partir.random_ops import DRAWN
@@ -91,7 +92,7 @@ def compile_program(
         PartirError: the model cannot be traced, an op has no rule, or sizes do not divide.
     """
     start = time.perf_counter()
-    traced = trace(model, args, kwargs)
+    traced = trace(model, args, kwargs, options.compute_dtype)
     timings = {"trace": time.perf_counter() - start}
     return compile_traced(traced, mesh, options, parameter_layouts, input_layouts, timings)
 
@@ -105,7 +106,7 @@ def compile_traced(
     timings: Mapping[str, float] | None = None,
 ) -> Compiled:
     """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
-    with rules.using(options.rules):
+    with rules.using(options.rules), without_autocast():
         return derive(lower(traced, mesh, options, parameter_layouts, input_layouts, timings), options.memory)
 
 
@@ -120,6 +121,7 @@ class Lowered:
         inputs, outputs: the slots of a program.
         training: gradients are recorded.
         texts, timings: of the passes.
+        reduce_dtype: of sums between ranks.
     """
 
     mesh: Mesh
@@ -131,6 +133,7 @@ class Lowered:
     training: bool
     texts: Mapping[str, str]
     timings: Mapping[str, float]
+    reduce_dtype: torch.dtype | None = None
 
 
 def lower(
@@ -170,7 +173,7 @@ def lower(
     run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
     inputs = input_slots(lowered, slots, outputs_reached(annotated) if training else {})
     outputs = output_slots(lowered, shapes, traced, training)
-    return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings)
+    return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings, options.reduce_dtype)
 
 
 def factorise(traced: Traced) -> GraphModule:
@@ -188,7 +191,7 @@ def derive(low: Lowered, memory: str) -> Compiled:
 def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:
     """Differentiate a lowered graph once, and split it into forward and backward for each memory mode."""
     start = time.perf_counter()
-    joint = join(low.graph, low.mesh, low.inputs, low.outputs, low.training)
+    joint = join(low.graph, low.mesh, low.inputs, low.outputs, low.training, low.reduce_dtype)
     joined = time.perf_counter() - start
     return {memory: _split(low, joint, memory, joined) for memory in memories}
 

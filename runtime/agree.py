@@ -74,6 +74,31 @@ class Agreement:
             raise RankError(other_calls([row[2] for row in rows]))
         return Agreed(rows[0][1], all(row[0] & 1 for row in rows))
 
+    def compare_blocks(self, names: Sequence[str], blocks: Sequence[tuple[int, Tensor]]) -> None:
+        """Raise on every rank if ranks that hold the same block of a tensor hold other contents.
+
+        Args:
+            names: of the tensors.
+            blocks: of each, which block this rank holds, and the block.
+
+        Raises:
+            RankError: names a tensor and two ranks.
+        """
+        if self._group.size == 1 or not names:
+            return
+        mine = torch.tensor([[number, _hash(content_hash([block]))] for number, block in blocks], dtype=torch.int64)
+        where = Call("agreement", "all", "comparison of the blocks of the inputs", "agreed", counted=False)
+        rows = self._transport.wait(self._transport.gather_rows(mine, self._group, where)).tolist()
+        for index, name in enumerate(names):
+            first: dict[int, int] = {}
+            for rank, row in enumerate(rows):
+                other = first.setdefault(row[index][0], rank)
+                if rows[other][index][1] != row[index][1]:
+                    raise RankError(
+                        f"{name}: ranks {other} and {rank} hold the same block of a DTensor input, and its contents differ. Ranks that "
+                        "differ only along axes that do not split the batch must pass the same samples: see partir.batch_slice."
+                    )
+
     def succeed(self, what: str, error: Exception | None) -> None:
         """Tell the others whether a step worked here, and raise everywhere if it did not somewhere.
 

@@ -20,13 +20,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from partir.collectives import addressing, lockstep
 from partir.errors import source_line
-from partir.graph import collective_name, is_collective
+from partir.graph import collective_name, is_collective, operands, tensor_of
 from partir.mesh import Mesh
 from partir.overlap import start_early_wait_late
-from partir.runtime.groups import Group, Groups
-from partir.runtime.transport import Call, Pending, Transport
+from partir.runtime.groups import Group, Groups, backend_name
+from partir.runtime.transport import Call, Pending, Transport, check_reducible
 
 LOCAL = ("slice", "zero_pad", "spread", "settle", "once", "coordinate")
+
+SUMS = ("reduce_scatter", "reduce_scatter_bucket", "all_reduce", "reduce_to")
 
 Start = Callable[..., Pending]
 
@@ -60,6 +62,9 @@ def _bind_node(graph: Graph, node: Node, stage: str, groups: Groups, transport: 
             bound = graph.call_function(local, () if operand is None else (operand,))
         else:
             call = Call(op, named["axis"], stage, node.name, line=_line(node))
+            if op in SUMS:
+                backend = backend_name(group.process_group, groups.device)
+                check_reducible(backend, tensor_of(operands(node)[0]).dtype, str(call), source_line(node.meta))
             start = _named_like(_start(op, group, groups.mesh, transport, call, named), f"start_{op}_{call.axis}")
             started = graph.call_function(start, (operand,), name=f"{node.name}_start")
             bound = graph.call_function(transport.wait, (started,))

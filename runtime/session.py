@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from partir.errors import MeshError
 from partir.layout import Layout
@@ -22,7 +23,7 @@ from partir.runtime.distributed import DistributedProgram
 from partir.runtime.failures import Failures
 from partir.runtime.groups import Groups
 from partir.runtime.parameters import Parameters
-from partir.runtime.torch_dtensor import dist
+from partir.runtime.torch_dtensor import dist, local_of
 from partir.runtime.transport import Transport
 
 
@@ -48,6 +49,14 @@ def device_of(model: nn.Module) -> torch.device:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     tensor: Tensor | None = next(iter([*model.parameters(), *model.buffers()]), None)
     return torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
+
+
+def _block_number(t: DTensor) -> int:
+    """Return which block of a DTensor this rank holds, counted row-major over the dims of its mesh that split it."""
+    number = 0
+    for place, size, placement in zip(t.device_mesh.get_coordinate() or (), t.device_mesh.shape, t.placements):
+        number = number * size + place if placement.is_shard() else number
+    return number
 
 
 # Every rank makes its sessions in the same order, so the number is the same on all of them.
@@ -114,6 +123,11 @@ class Session:
         mine = program.look_at_nodes(tensors)
         ranks = self.agreement.exchange(mine)
         return {name: [seen.get(name) for seen in ranks] for name in mine}
+
+    def agree_on_blocks(self, named: Sequence[tuple[str, DTensor]]) -> None:
+        """Compare what inputs given as blocks hold, among ranks that hold the same block."""
+        blocks = [(_block_number(t), local_of(t)) for _, t in named]
+        self.agreement.compare_blocks([name for name, _ in named], blocks)
 
     def bind(self, program: Program) -> DistributedProgram:
         """Return a program ready to run; every rank binds the same one."""

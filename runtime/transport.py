@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partir.errors import PartirError
 from partir.runtime import record
 from partir.runtime.failures import Failures
 from partir.runtime.groups import Group, backend_name
@@ -31,6 +32,23 @@ from partir.runtime.torch_dtensor import dist
 
 EXCHANGE_BELOW_BYTES = 65536
 NATIVE_REDUCE_FROM_BYTES = 4 * 2**20
+
+
+_SIZED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+REDUCIBLE = {"gloo": (*_SIZED, torch.int16, torch.complex64, torch.complex128), "nccl": (*_SIZED, torch.complex64, torch.complex128)}
+
+
+def check_reducible(backend: str, dtype: torch.dtype, where: str, line: str) -> None:
+    """Refuse a sum between ranks in a dtype that the backend has no sum for, before anything runs.
+
+    Raises:
+        PartirError: names the collective and the user's line.
+    """
+    legal = REDUCIBLE.get(backend)
+    if legal is not None and dtype not in legal:
+        names = ", ".join(str(each) for each in legal)
+        law = f"{backend} cannot add up {dtype}, only {names}"
+        raise PartirError(f"{line}: {where}: {law}. Give reduce_dtype=torch.float32, or cast first.")
 
 
 @dataclass(frozen=True)
