@@ -148,8 +148,7 @@ class Parallelized:
         if id(entry) not in self.accumulators:
             if id(entry) not in self._runners:
                 split, session = self.compiler.accumulating(entry.compiled, self.options), self.session(model)
-                make: Any = SimulatedRunner if session is None else lambda program: DistributedRunner(session.bind(program))
-                self._runners[id(entry)] = make(split.gather), make(split.batch)
+                self._runners[id(entry)] = _runner(split.gather, session), _runner(split.batch, session)
             gather, batch = self._runners[id(entry)]
             parameters = [model.get_parameter(slot.name) for slot in gather.program.inputs]
             self.accumulators[id(entry)] = Accumulator(gather, batch, parameters)
@@ -332,6 +331,10 @@ def _tensor(
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
     return may_be_saved(found)
+
+
+def _runner(program: Program, session: Session | None) -> Runner:
+    return SimulatedRunner(program) if session is None else DistributedRunner(session.bind(program))
 
 
 def _others(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:

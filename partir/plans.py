@@ -87,8 +87,15 @@ def plan(
     >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
     f32[32@y.x, 16@z] 272
     """
-    precision = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-    given = Options(memory_text(memory), vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules), **precision)
+    given = Options(
+        memory_text(memory),
+        vectors,
+        outputs,
+        pin=dict(pin or {}),
+        rules=rule_files.read(rules),
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+    )
     ranks, options, compile_program = requested(model, mesh, plan, given)
     args, kwargs = positional(example_inputs), dict(example_kwargs or {})
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from partir.options import Options
+from partir.options import Options, budget_of
 from partir.passes.differentiate import join, split
 from partir.passes.pipeline import Compiled
 from partir.passes.slots import with_tangent
@@ -38,7 +38,8 @@ def accumulating(compiled: Compiled, options: Options) -> Accumulating:
 
 
 def _program(graph: GraphModule, inputs: tuple[Slot, ...], outputs: tuple[Slot, ...], like: Program, options: Options) -> Program:
+    memory = "low" if budget_of(like.memory) else like.memory  # what was weighed for a budget was the call in one piece
     with without_autocast():
-        derived = split(join(graph, like.mesh, inputs, outputs, True, options.reduce_dtype), like.memory)
+        derived = split(join(graph, like.mesh, inputs, outputs, True, options.reduce_dtype), memory)
     outputs = tuple(with_tangent(slot, takes) for slot, takes in zip(outputs, derived.differentiable))
     return Program(like.mesh, like.memory, inputs, outputs, derived.forward, derived.backward, derived.num_outputs)
