@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,3 +71,10 @@ def test_only_the_loss_and_never() -> None:
     assert parallel("never")(*inputs(-1.0)).isnan()
     with pytest.raises(PartirError, match="check_finite='always' is not understood; choose from 'never', 'loss', 'nodes'"):
         parallel("always")
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "cluster.md").read_text()
+    ((source, printed),) = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```\n", page, re.MULTILINE | re.DOTALL)
+    exec(compile(source, "cluster.md", "exec", dont_inherit=True), {"__name__": "page"})
+    assert capsys.readouterr().out == printed
