@@ -45,6 +45,7 @@ class LengthBuckets:
     dim: int
     mask: str | None
     _proved: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    _included: dict[int, dict[int, bool]] = field(default_factory=dict[int, dict[int, bool]])
 
     def size_of(self, length: int) -> int:
         """Return the compiled length for a length.
@@ -75,7 +76,7 @@ class LengthBuckets:
         names = state.input_names(model, structure)
         padded = [self._pad(t, dims[n], size, names[n]) if n in dims else t for n, t in enumerate(leaves)]
         proved = self._prove(state, model, padded, structure, dims, size)
-        if not proved.includes(length):
+        if not self._includes(state, model, proved, length):
             return state.run(model, args, kwargs)
         args, kwargs = structure.rebuild(padded)
         return state.run(model, args, kwargs, lambda results: [_cut(t, cut, length) for t, cut in zip(results, proved.outputs)])
@@ -121,6 +122,13 @@ class LengthBuckets:
                         "that returns a result for every position. Call it without length_buckets, which compiles each length."
                     ) from error
         return found
+
+    def _includes(self, state: Parallelized, model: nn.Module, proved: Any, length: int) -> bool:
+        known = self._included.setdefault(id(proved), {})
+        if length not in known:
+            with ordinary_tensors():
+                known[length] = state.includes(model, proved, length)
+        return known[length]
 
 
 def _cut(t: Tensor, dims: Sequence[int], length: int) -> Tensor:

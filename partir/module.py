@@ -231,6 +231,11 @@ class Parallelized:
         with original_class(model):
             return self.compiler.prove(model, leaves, structure, dims, length, self.options)
 
+    def includes(self, model: nn.Module, proved: Any, length: int) -> bool:
+        """Return whether a call of this length may be padded to the one that was proved."""
+        with original_class(model):
+            return proved.includes(length)
+
     def input_names(self, model: nn.Module, structure: Any) -> list[str]:
         """Return a name for each tensor of a call."""
         with original_class(model):

@@ -85,7 +85,8 @@ def _same(a: object, b: object, twins: Mapping[Node, Node]) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         left, right = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
         return list(left) == list(right) and _same([*left.values()], [*right.values()], twins)
-    return cast(object, type(a)) is cast(object, type(b)) and a == b
+    kinds: list[Any] = [cast(Any, one).__class__ for one in (a, b)]
+    return kinds[0] is kinds[1] and a == b
 
 
 def name_of(node: Node) -> str:

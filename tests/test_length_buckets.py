@@ -40,7 +40,7 @@ def test_sizes_of_ones_own_in_inference_mode_and_training_after_it() -> None:
     model = partir.parallelize(copy.deepcopy(twin), (2, 2, 1))
     ids = prompt()
     with torch.inference_mode(), partir.length_buckets(model, sizes=[8, 12]):
-        for length in (5, 8, 11):
+        for length in (1, 4, 8, 11):  # shorter ones than the proof's are traced themselves
             longer = ids.repeat(1, 3)[:, :length]
             assert float((model(longer) - twin(longer)).abs().max()) < 1e-12
         assert num_programs(model) == 2

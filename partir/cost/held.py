@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch.fx import Node
 
@@ -17,8 +19,7 @@ class ActualSizes:
 
     def numels(self, node: Node) -> tuple[Monomial, ...]:
         """Return the number of elements of each result of a node."""
-        results: tuple[object, ...] = results_of(node)
-        return tuple(Monomial.of(result.numel()) for result in results if isinstance(result, torch.Tensor))
+        return tuple(Monomial.of(result.numel()) for result in cast("tuple[object, ...]", results_of(node)) if isinstance(result, torch.Tensor))
 
 
 def peak_bytes(program: Program) -> int:
