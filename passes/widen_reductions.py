@@ -95,5 +95,5 @@ def _like(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _values(node: Node) -> Sequence[torch.Tensor]:
-    value = cast(Any, node.meta["val"])
+    value: Any = node.meta["val"]
     return [value] if isinstance(value, torch.Tensor) else list(value)

@@ -104,7 +104,7 @@ class _Trial(TorchDispatchMode):
     """
 
     def __init__(self, target: Any, leaves: Sequence[Any], structure: Any, autocasts: Autocasts) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.casts: dict[int, torch.dtype] = {}
         self.dtypes: list[torch.dtype] | None = None
         self._seen: set[int] = set()
@@ -128,8 +128,9 @@ class _Trial(TorchDispatchMode):
             if index is None or index in self._seen:
                 continue
             self._seen.add(index)
-            if func is CAST and (kwargs or {}).get("dtype") is not None:
-                self.casts[index] = kwargs["dtype"]
+            dtype = cast("dict[str, Any]", kwargs or {}).get("dtype")
+            if func is CAST and dtype is not None:
+                self.casts[index] = dtype
         return func(*args, **(kwargs or {}))
 
 

@@ -19,6 +19,7 @@ from partir.runtime.session import Session
 from partir.runtime.torch_dtensor import local_of
 from partir.runtime.transport import Call
 
+_norm: Any = cast(Any, torch.linalg).vector_norm
 WHERE = Call("all_gather", "all", "norm of the gradients", "norms", counted=False)
 
 
@@ -66,8 +67,8 @@ def total_norm(parameters: Sequence[nn.Parameter], session: Session, norm_type: 
     rows = mine.unsqueeze(0)
     if everyone.size > 1:
         rows = session.transport.wait(session.transport.gather_rows(mine, everyone, WHERE))
-    each = rows.sum(0) if norm_type == 0 else torch.linalg.vector_norm(rows, norm_type, dim=0)
-    return torch.linalg.vector_norm(each[with_grad], norm_type)
+    each: Tensor = rows.sum(0) if norm_type == 0 else _norm(rows, norm_type, dim=0)
+    return _norm(each[with_grad], norm_type)
 
 
 def _own_norm(parameter: nn.Parameter, norm_type: float, dtype: torch.dtype) -> Tensor:
@@ -75,7 +76,7 @@ def _own_norm(parameter: nn.Parameter, norm_type: float, dtype: torch.dtype) -> 
     grad = parameter.grad
     if grad is None or not _counts(grad) or local_of(grad).numel() == 0:
         return torch.full((), 0.0 if norm_type >= 0 else torch.inf, dtype=dtype, device=parameter.device)
-    return torch.linalg.vector_norm(local_of(grad), norm_type, dtype=dtype)
+    return _norm(local_of(grad), norm_type, dtype=dtype)
 
 
 def _counts(grad: Tensor) -> bool:

@@ -43,5 +43,6 @@ def test_gradients_are_reduced_along_data_while_the_backward_computes() -> None:
     matrices = [c for c in along_data if program.input(c.reason.removeprefix("gradient of ")).layout.dims[1:]]
     last = max(i for i, node in enumerate(order) if "message" not in node.meta and node_flops(node))
     assert sum(place[c.node] < last for c in matrices) >= len(matrices) * 2 // 3
-    under_way = [sum({"start": 1, "wait": -1}.get(node.meta.get("message"), 0) for node in order[: n + 1]) for n in range(len(order))]
+    steps = [{"start": 1, "wait": -1}.get(str(node.meta.get("message")), 0) for node in order]
+    under_way = [sum(steps[: n + 1]) for n in range(len(steps))]
     assert max(under_way) <= AHEAD + RESULTS_AHEAD + 1 and under_way[-1] == 0  # one more may be needed at once
