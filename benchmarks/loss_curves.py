@@ -111,7 +111,6 @@ def differences(losses: list[float], expected: list[float]) -> list[float]:
 
 def page(results: dict[str, dict[str, list[float]]]) -> str:
     """Return docs/loss_curves.md."""
-    eager = RUNS[0].name
     lines = [
         "# The same loss on every mesh",
         "",
@@ -129,11 +128,21 @@ def page(results: dict[str, dict[str, list[float]]]) -> str:
         "|---|---|---|---|",
     ]
     for run in RUNS:
-        single = results["float32"][run.name]
-        shown = ", ".join(f"{single[step - 1]:.6f}" for step in (1, 50, 100, 200))
-        worst = [max(differences(results[dtype][run.name], results[dtype][eager])) for dtype in ("float32", "float64")]
-        lines.append(f"| {run.name} | {shown} | {worst[0]:.1e} | {worst[1]:.1e} |")
+        single = results["float32"].get(run.name, [])
+        shown = ", ".join(f"{single[step - 1]:.6f}" for step in (1, 50, 100, 200)) if single else "not run"
+        lines.append(f"| {run.name} | {shown} | {_worst(results['float32'], run)} | {_worst(results['float64'], run)} |")
     return "\n".join([*lines, ""])
+
+
+def _worst(results: dict[str, list[float]], run: Run) -> str:
+    """Return the largest difference and its step, and until which step it is within what is allowed."""
+    if run.name not in results:
+        return "not run"
+    different = differences(results[run.name], results[RUNS[0].name])
+    dtype = "float32" if len(different) == STEPS["float32"] else "float64"
+    over = next((step for step, one in enumerate(different, start=1) if one > ALLOWED[dtype]), None)
+    text = f"{max(different):.1e} at step {different.index(max(different)) + 1}"
+    return text if over is None else f"{text}; over it from step {over}"
 
 
 def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -147,10 +156,12 @@ def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     eager = RUNS[0].name
     for run in RUNS:
-        losses = results["float32"][run.name]
+        losses = results["float32"].get(run.name, [])
         left.plot(range(1, len(losses) + 1), losses, label=run.name, linewidth=1)
     for dtype, style in (("float32", "-"), ("float64", "--")):
         for number, run in enumerate(RUNS[1:], start=1):
+            if run.name not in results[dtype]:
+                continue
             different = differences(results[dtype][run.name], results[dtype][eager])
             right.plot(range(1, len(different) + 1), [max(one, 1e-17) for one in different], style, color=f"C{number}", linewidth=1)
         right.axhline(ALLOWED[dtype], color="gray", linewidth=0.6, linestyle=style)
@@ -164,6 +175,7 @@ def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("loss_curves"), help="folder of the losses of each run")
+    parser.add_argument("--made", action="store_true", help="write the page of what is in that folder; run nothing")
     parser.add_argument("--train", choices=list(STEPS), help="make one run in this dtype, and no page")
     parser.add_argument("--mesh", help="of that run; eager without")
     parser.add_argument("--to", type=Path, help="file for its losses")
@@ -174,7 +186,8 @@ def main() -> None:
         return
     arguments.runs.mkdir(parents=True, exist_ok=True)
     folder = arguments.runs.resolve()
-    results = {dtype: {run.name: losses_of(run, dtype, folder) for run in RUNS} for dtype in STEPS}
+    wanted = {dtype: [run for run in RUNS if not arguments.made or (folder / run.file(dtype)).exists()] for dtype in STEPS}
+    results = {dtype: {run.name: losses_of(run, dtype, folder) for run in runs} for dtype, runs in wanted.items()}
     draw(results, ROOT / "docs" / "loss_curves.svg")
     (ROOT / "docs" / "loss_curves.md").write_text(page(results))
     print(page(results))
