@@ -228,7 +228,11 @@ def test_many_layers_print_on_a_screen_as_few_do() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
-    "memory": (set_option("memory", "medium"), '"memory"', 'options.memory is "medium"; choose from "low", "fast".'),
+    "memory": (
+        set_option("memory", "medium"),
+        '"memory"',
+        'options.memory is "medium"; choose from "low", "fast", or a number of bytes, "40GB".',
+    ),
     "an option": (set_option("memry", "low"), '"memry"', "options.memry is no field; legal here: 'memory', 'vectors', "),
     "mesh of zero": (lambda c: c["mesh"].update(y=0), '"y"', "mesh.y is 0; it is 1 or more."),
     "mesh axis": (lambda c: c["mesh"].update(w=2), '"w"', "mesh.w is no field; legal here: 'data', 'x', 'y', 'z'."),
