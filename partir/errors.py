@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -36,6 +37,10 @@ class RankError(PartirError):
     """Ranks that disagree, stopped, or do not answer."""
 
 
+class NonFiniteError(PartirError, FloatingPointError):
+    """A loss that is nan or inf, where `check_finite` asks for it."""
+
+
 class VerifyError(PartirError):
     """A graph or a result that fails its check."""
 
@@ -46,6 +51,10 @@ class HardwareError(PartirError):
 
 class PlanError(PartirError):
     """A plan file that cannot be read or written, is of another model, or was edited into nonsense."""
+
+
+class CheckpointError(PartirError):
+    """A checkpoint that is incomplete, damaged or of another model, or that cannot be written."""
 
 
 class PaddingError(PartirError):
@@ -94,6 +103,18 @@ def source_line(meta: Mapping[str, Any]) -> str:
         where = f"{path[6:-1].rsplit('/', 1)[-1]}:{line.strip().removeprefix('line ')}"
     module = module_path(meta)
     return f"{where} ({module})" if module else where
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what Python prints of an error, which keeps its class and its text; Python 3.10 prints no such lines."""
+    if hasattr(error, "add_note"):
+        cast(Any, error).add_note(note)
+
+
+def name_in_generated_code(error: BaseException) -> str:
+    """Return the name that the line assigns which raised an error in code that torch.fx generated; "" where none did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith("<eval_with_key>")]
+    return (frames[-1].line or "").split("=")[0].split(":")[0].strip() if frames else ""
 
 
 def module_path(meta: Mapping[str, Any]) -> str:

@@ -22,12 +22,12 @@ from partir.module import ParallelModule, parallelized
 from partir.options import Options
 from partir.passes import pipeline
 from partir.passes.trace import Traced, flatten_inputs, trace
-from partir.plan_document import CHOSEN_KINDS, PlanDocument, PlannedTensor, Settings, as_document
+from partir.plan_document import CHOSEN_KINDS, PlanDocument, PlannedTensor, as_document, settings_of
 from partir.plan_facts import call_digest, graph_digests, layouts_at_rest, parameter_types
 from partir.printer import graph_text
 
 Compile = Callable[..., pipeline.Compiled]
-SETTINGS = ("memory", "vectors", "outputs", "rng")
+SETTINGS = ("memory", "vectors", "outputs", "rng", "compute_dtype", "reduce_dtype")
 
 
 def requested(model: nn.Module, mesh: Any, plan: object, options: Options) -> tuple[Mesh, Options, Compile]:
@@ -134,7 +134,7 @@ class FollowedPlan:
             LayoutError: an edited layout that cannot be kept; names its line.
         """
         start = time.perf_counter()
-        traced = trace(model, args, kwargs)
+        traced = trace(model, args, kwargs, options.compute_dtype)
         timings = {"trace": time.perf_counter() - start}
         graph, ops = graph_digests(traced.graph_module, graph_text(traced.graph_module))
         same, fixed = graph == self.document.origin.graph, dict(parameter_layouts or {})
@@ -191,7 +191,7 @@ class FollowedPlan:
     def _missed(self, compiled: pipeline.Compiled, options: Options) -> list[PlannedTensor]:
         """Return the tensors of an unedited plan that a fresh compilation lays elsewhere (another version of partir)."""
         document = self.document
-        asked = Settings(compiled.program.mesh, options.memory, options.vectors, options.outputs, options.rng, options.pin)
+        asked = settings_of(compiled.program.mesh, options)
         if document.edits or str(asked) != document.counted:
             return []
         held = layouts_at_rest(compiled.program, compiled.annotated)

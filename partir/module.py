@@ -17,14 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from partir.errors import PartirError
+from partir.errors import NonFiniteError, PartirError
 from partir.inference import may_be_saved, ordinary_tensors
 from partir.layout import Layout
 from partir.length_buckets import LengthBuckets
 from partir.mesh import Mesh
+from partir.non_finite import cause
 from partir.options import Options
 from partir.program import Program, Slot
 from partir.random_numbers import as_int64, seed_tensor
+from partir.runtime.accumulate import Accumulator, DistributedRunner, Runner, SimulatedRunner
+from partir.runtime.initial_blocks import fill_left_out
+from partir.runtime.norms import clip_gradients
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
 from partir.signature import layout_of_dtensor, signature
@@ -41,12 +45,14 @@ class Compiler:
         flatten: (args, kwargs) -> (tensors, structure of the rest).
         names: (model, structure) -> a name for each of those tensors.
         prove: (model, tensors, structure, dims, length, options) -> that shorter calls may be padded to this one.
+        accumulating: (compiled, options) -> the compiled call in two programs, `gather` and `batch`.
     """
 
     compile: Callable[..., Any]
     flatten: Callable[..., tuple[list[Tensor], Any]]
     names: Callable[..., list[str]]
     prove: Callable[..., Any]
+    accumulating: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,8 @@ class Parallelized:
         self.layouts: dict[str, Layout] = {}
         self.calls = 0
         self.lengths: LengthBuckets | None = None
+        self.accumulators: dict[int, Accumulator] | None = None
+        self._runners: dict[int, tuple[Runner, Runner]] = {}
         self._programs: dict[Any, Entry] = {}
         self._session: Session | None = None
 
@@ -102,11 +110,45 @@ class Parallelized:
             entry, seed = self._entry(model, args, kwargs, leaves, structure)
         self.calls += 1
         program, traced = cast(Program, entry.compiled.program), entry.compiled.traced
-        results = entry.run(*self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed))
+        tensors = self._tensors(model, program, traced, dict(zip(entry.names, leaves)), seed)
+        keeps = self.accumulators is not None and program.backward is not None and torch.is_grad_enabled()
+        results = self._accumulator(model, entry).call(_others(program, tensors)) if keeps else entry.run(*tensors)
+        if self.options.check_finite != "never":
+            self._check_finite(model, entry, tensors, results[: traced.num_outputs])
         for index, name in cast("Sequence[tuple[int, str]]", traced.mutated_buffers):
             _write_buffer(model, name, results[index])
         returned = results[: traced.num_outputs]
         return traced.outputs.rebuild(returned if change is None else change(returned))
+
+    def _check_finite(self, model: nn.Module, entry: Entry, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Raise if a 0-d output is nan or inf: it is the same on every rank, so all of them come to this at once.
+
+        Raises:
+            NonFiniteError: it is.
+        """
+        losses = [(index, t) for index, t in enumerate(outputs) if t.dim() == 0 and t.is_floating_point()]
+        index, loss = next(((index, t) for index, t in losses if not torch.isfinite(t.detach())), (0, None))
+        if loss is None:
+            return
+        session, program = self.session(model), cast(Program, entry.compiled.program)
+        who = f"call {self.calls}" if session is None else f"rank {session.groups.rank}, call {self.calls}"
+        why = 'Pass check_finite="nodes" to parallelize and the node is named that made it'
+        if self.options.check_finite == "nodes":
+            seen = cast(Any, entry.run).look_at_nodes(*tensors) if session is None else session.look_at_nodes(cast(Any, entry.run), tensors)
+            why = cause(program.forward, index, "nan" if loss.isnan() else "inf", seen)
+        raise NonFiniteError(f"{who}: the loss {program.outputs[index].name} is {loss.item()}. {why}.")
+
+    def _accumulator(self, model: nn.Module, entry: Entry) -> Accumulator:
+        """Return what calls of a signature keep in the present block of `partir.accumulate`."""
+        assert self.accumulators is not None
+        if id(entry) not in self.accumulators:
+            if id(entry) not in self._runners:
+                split, session = self.compiler.accumulating(entry.compiled, self.options), self.session(model)
+                self._runners[id(entry)] = _runner(split.gather, session), _runner(split.batch, session)
+            gather, batch = self._runners[id(entry)]
+            parameters = [model.get_parameter(slot.name) for slot in gather.program.inputs]
+            self.accumulators[id(entry)] = Accumulator(gather, batch, parameters)
+        return self.accumulators[id(entry)]
 
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """Compile for some inputs without running."""
@@ -127,14 +169,16 @@ class Parallelized:
                 self._keep_layouts(model, compiled.program)
                 found = self._programs[key] = Entry(compiled, SimulatedProgram(compiled.program), names)
             return found, (seed, calls)
-        agreed = session.agree_on_call(text, found is not None, as_int64(seed), calls)
+        block = "" if self.accumulators is None else "; inside partir.accumulate"
+        agreed = session.agree_on_call(text + block, found is not None, as_int64(seed), calls)
         if self.options.check_inputs == "always" or (self.options.check_inputs == "first" and not agreed.ready):
             names = self.input_names(model, structure)
             plain = [(name, t) for name, t in zip(names, leaves) if not isinstance(t, DTensor)]
             session.agree_on_contents([name for name, _ in plain], [t for _, t in plain])
+            session.agree_on_blocks([(name, t) for name, t in zip(names, leaves) if isinstance(t, DTensor)])
         if not agreed.ready or found is None:
             found = self._programs[key] = self._distribute(session, model, args, kwargs, leaves, structure, found)
-        return found, (agreed.seed, agreed.calls)
+        return found, (agreed.seed, calls)
 
     def _distribute(
         self,
@@ -153,8 +197,12 @@ class Parallelized:
         except Exception as caught:
             error = caught
         session.agreement.succeed("compiling", error)
+        constants = {slot.name: slot.value for slot in cast(Any, compiled).traced.slots if slot.kind == "constant"}
+        if constants:
+            session.agree_on_constants(constants)
         run = session.bind(cast(Any, compiled).program)
         session.lay(self._keep_layouts(model, cast(Any, compiled).program))
+        fill_left_out(model, self.mesh)
         return Entry(compiled, run, self.input_names(model, structure))
 
     def _compile(
@@ -169,6 +217,10 @@ class Parallelized:
     def programs(self) -> tuple[Program, ...]:
         """Return the programs compiled so far."""
         return tuple(cast(Program, entry.compiled.program) for entry in self._programs.values())
+
+    def compiled(self) -> tuple[Any, ...]:
+        """Return what the compiler made of each signature so far, in order."""
+        return tuple(entry.compiled for entry in self._programs.values())
 
     def prove(self, model: nn.Module, leaves: list[Tensor], structure: Any, dims: Mapping[int, int], length: int) -> Any:
         """Prove that shorter calls may be padded to this one; see `partir.length_buckets`."""
@@ -215,7 +267,7 @@ class Parallelized:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what only this process can hold: programs are compiled again, groups made again."""
-        return {**self.__dict__, "_programs": {}, "_session": None}
+        return {**self.__dict__, "_programs": {}, "_session": None, "_runners": {}, "accumulators": None}
 
 
 class ParallelModule(nn.Module):
@@ -246,7 +298,15 @@ def parallel_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return parallelized(self).call(self, args, kwargs)
 
-    return type(f"Partir{original.__name__}", (ParallelModule, original), {"forward": forward, "__module__": original.__module__})
+    members: dict[str, Any] = {"forward": forward, "__module__": original.__module__}
+    if not hasattr(original, "clip_grad_norm_"):
+        members["clip_grad_norm_"] = _clip_grad_norm_
+    return type(f"Partir{original.__name__}", (ParallelModule, original), members)
+
+
+def _clip_grad_norm_(self: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """Clip the gradients by their norm; see `partir.clip_grad_norm_`."""
+    return clip_gradients(list(self.parameters()), parallelized(self).session(self), max_norm, norm_type, error_if_nonfinite)
 
 
 @contextmanager
@@ -272,6 +332,14 @@ def _tensor(
     found = constants.get(slot.name) if slot.kind == "constant" else inputs.get(slot.name)
     assert found is not None, f"no tensor for the {slot.kind} {slot.name}"
     return may_be_saved(found)
+
+
+def _runner(program: Program, session: Session | None) -> Runner:
+    return SimulatedRunner(program) if session is None else DistributedRunner(session.bind(program))
+
+
+def _others(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t for t, slot in zip(tensors, program.inputs, strict=True) if slot.kind != "parameter"]
 
 
 def _refuse_meta(model: nn.Module, named: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
+
 from partir.errors import PartirError
+from partir.precision import check_dtype
 from partir.quantities import parse_bytes
 from partir.rules.source import Source
 
@@ -15,6 +18,7 @@ LEGAL = {
     "vectors": ("balanced", "diagonal"),
     "outputs": ("auto", "whole", "sharded"),
     "check_inputs": ("first", "always", "never"),
+    "check_finite": ("never", "loss", "nodes"),
     "rng": ("exact", "fast"),
 }
 
@@ -53,11 +57,14 @@ class Options:
         vectors: ``"balanced"`` or the paper's ``"diagonal"``.
         outputs: ``"auto"``, ``"whole"`` or ``"sharded"``.
         check_inputs: compare inputs between ranks at the ``"first"`` call of a signature, ``"always"`` or ``"never"``.
+        check_finite: what to look at for nan and inf: ``"never"``, the ``"loss"``, or the loss and then the ``"nodes"``.
         pin: name pattern -> layout text.
         rng: ``"exact"``: the same random numbers on every mesh; ``"fast"``: each block has a generator of its own.
         timeout: the longest wait for another rank.
         placement: name of the placement file.
         rules: the user's rule files, as they were read.
+        compute_dtype: parameters and floating inputs are cast to it before they are gathered; None: as they are.
+        reduce_dtype: sums between ranks are made in it where it is wider; None: in the dtype of what is added.
 
     Raises:
         PartirError: a value that is none of the legal ones.
@@ -67,14 +74,19 @@ class Options:
     vectors: str = "balanced"
     outputs: str = "auto"
     check_inputs: str = "first"
+    check_finite: str = "never"
     pin: Mapping[str, str] = field(default_factory=dict[str, str])
     rng: str = "exact"
     timeout: timedelta | None = None
     placement: str = "placement_3d"
     rules: tuple[Source, ...] = ()
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", memory_text(self.memory))
+        check_dtype("compute_dtype", self.compute_dtype)
+        check_dtype("reduce_dtype", self.reduce_dtype)
         for name, values in LEGAL.items():
             if getattr(self, name) not in values and not (name == "memory" and budget_of(self.memory)):
                 raise PartirError(f"{name}={getattr(self, name)!r} is not understood; choose from {', '.join(map(repr, values))}.")

@@ -9,30 +9,35 @@ A start has "start" and a wait has "wait" in ``meta["message"]``.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.graph import is_collective
+from partir.graph import is_collective, is_getitem, is_view
 from partir.mesh import Mesh
 from partir.records import message_of
 
 AHEAD = 4
-"""Messages under way at once, so that memory holds no more than their results."""
+"""Messages under way at once that something will read, so that memory holds no more than their results."""
+
+RESULTS_AHEAD = 2
+"""Messages under way at once on the way to a result (a gradient), besides: what they are made of stays in memory meanwhile."""
 
 
 def start_early_wait_late(graph: Graph) -> None:
     """Order the nodes anew: a start once its operands exist, a wait right before its first use, the rest as it was.
 
-    A message that only the end reads (a gradient) is waited for as soon as another wants its place.
+    A message on the way to a result (a gradient: reduce-scatter, all-reduce, cast) is waited for when another wants its place, and what
+    is left to do for that result is done then.
     """
     schedule = _Schedule(graph)
     for node in schedule.before:
         if node.op == "placeholder":
             schedule.emit(node)
     for node in schedule.before:
-        if node.op != "placeholder" and "message" not in node.meta:
+        if node.op != "placeholder" and "message" not in node.meta and node not in schedule.finishing:
             schedule.need(node)
     for earlier, later in zip(schedule.order, schedule.order[1:]):
         earlier.append(later)
@@ -73,8 +78,9 @@ class _Schedule:
         self.order: list[Node] = []
         self._place = {node: index for index, node in enumerate(self.before)}
         self._done: set[Node] = set()
-        self._ready: list[tuple[int, Node]] = []
-        self._under_way: dict[Node, None] = {}
+        self.finishing = _finishing(self.before)
+        self._ready: dict[bool, list[tuple[int, Node]]] = {True: [], False: []}
+        self._under_way: dict[bool, dict[Node, None]] = {True: {}, False: {}}
 
     def need(self, node: Node) -> None:
         """Emit a node, what it waits for before it, and afterwards the starts that may follow."""
@@ -83,21 +89,37 @@ class _Schedule:
         for operand in node.all_input_nodes:
             self.need(operand)
         self.emit(node)
-        while self._ready and (len(self._under_way) < AHEAD or self._finish_a_result()):
-            self.emit(heapq.heappop(self._ready)[1])
+        while self._start_one(True) or self._start_one(False):
+            pass
+
+    def _start_one(self, result: bool) -> bool:
+        """Start a message that is ready, on the way to a result or not; return whether a place was free or made free."""
+        places = RESULTS_AHEAD if result else AHEAD
+        if not self._ready[result]:
+            return False
+        if len(self._under_way[result]) >= places and not (result and self._finish_a_result()):
+            return False
+        if len(self._under_way[result]) < places:
+            self.emit(heapq.heappop(self._ready[result])[1])
+        return True
 
     def _finish_a_result(self) -> bool:
-        """Wait for the oldest message that nothing but the end of the graph reads: a gradient on its way.
+        """Wait for the oldest message on the way to a result, and do what follows up to the next message.
 
-        Else gradients would keep all places to the end: no gather could start early, and what they are made of stayed in memory.
+        Else gradients would stay under way to the end with what they are made of, and their second message (the all-reduce along data)
+        would start after all work is done.
         """
-        for start in self._under_way:
-            waits = [user for user in start.users if user.meta.get("message") == "wait"]
-            if waits and all(reader.op == "output" for wait in waits for reader in wait.users):
-                for wait in waits:
-                    self.emit(wait)
-                return True
-        return False
+        oldest = next(iter(self._under_way[True]))
+        for user in list(oldest.users):
+            self._finish(user)
+        return oldest not in self._under_way[True]
+
+    def _finish(self, node: Node) -> None:
+        self.emit(node)
+        for user in node.users:
+            local = user in self.finishing and "message" not in user.meta
+            if local and all(operand in self._done for operand in user.all_input_nodes):
+                self._finish(user)
 
     def emit(self, node: Node) -> None:
         """Append a node whose operands are there."""
@@ -106,9 +128,30 @@ class _Schedule:
         self._done.add(node)
         self.order.append(node)
         if node.meta.get("message") == "start":
-            self._under_way[node] = None
+            self._under_way[self._is_result(node)][node] = None
         elif node.meta.get("message") == "wait":
-            self._under_way.pop(node.all_input_nodes[0], None)
+            start = node.all_input_nodes[0]
+            self._under_way[self._is_result(start)].pop(start, None)
         for user in node.users:
             if user.meta.get("message") == "start" and all(operand in self._done for operand in user.all_input_nodes):
-                heapq.heappush(self._ready, (self._place[user], user))
+                heapq.heappush(self._ready[self._is_result(user)], (self._place[user], user))
+
+    def _is_result(self, start: Node) -> bool:
+        return all(wait in self.finishing for wait in start.users)
+
+
+def _finishing(nodes: Sequence[Node]) -> set[Node]:
+    """Return the waits on the way to results, and what lies between them and the results: other messages, views, casts; no computation."""
+    found: set[Node] = set()
+    for node in reversed(nodes):
+        if node.users and all(user.op == "output" or user in found for user in node.users) and _is_light(node):
+            found.add(node)
+    after: set[Node] = set()
+    for node in nodes:
+        if node in found and (node.meta.get("message") == "wait" or any(operand in after for operand in node.all_input_nodes)):
+            after.add(node)
+    return after
+
+
+def _is_light(node: Node) -> bool:
+    return "message" in node.meta or is_getitem(node) or is_view(node) or node.target is torch.ops.aten._to_copy.default

@@ -102,7 +102,7 @@ def difference(first: PlanDocument, second: PlanDocument) -> PlanDifference:
 
 def _settings(first: PlanDocument, second: PlanDocument) -> Iterator[tuple[str, tuple[str, str]]]:
     pairs = {"model": (first.origin.model, second.origin.model), "mesh": (str(first.mesh), str(second.mesh))}
-    for name in ("memory", "vectors", "outputs", "rng", "pin"):
+    for name in ("memory", "vectors", "outputs", "rng", "compute_dtype", "reduce_dtype", "pin"):
         pairs[name] = (str(getattr(first.settings, name)), str(getattr(second.settings, name)))
     yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 

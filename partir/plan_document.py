@@ -17,10 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+import torch
+
 from partir.errors import PartirError, UnknownNameError
 from partir.json_places import Entry
-from partir.layout import DTYPES, Layout
+from partir.layout import DTYPES, Layout, dtype_name
 from partir.mesh import Mesh
+from partir.options import Options
 from partir.records import layer_of
 
 if TYPE_CHECKING:
@@ -147,10 +150,25 @@ class Settings:
     outputs: str
     rng: str
     pin: Mapping[str, str]
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """The dtypes that were asked for, by option, in notation."""
+        asked = {"compute_dtype": self.compute_dtype, "reduce_dtype": self.reduce_dtype}
+        return {name: dtype_name(dtype) for name, dtype in asked.items() if dtype is not None}
 
     def __str__(self) -> str:
         options = f"memory={self.memory}  vectors={self.vectors}  outputs={self.outputs}  rng={self.rng}"
-        return f"mesh {self.mesh}  {options}" + (f"  pin={dict(self.pin)}" if self.pin else "")
+        more = "".join(f"  {name}={text}" for name, text in self.precision.items())
+        return f"mesh {self.mesh}  {options}{more}" + (f"  pin={dict(self.pin)}" if self.pin else "")
+
+
+def settings_of(mesh: Mesh, options: Options) -> Settings:
+    """Return what was asked for, of a mesh and the options of a compilation."""
+    names = ("memory", "vectors", "outputs", "rng", "pin", "compute_dtype", "reduce_dtype")
+    return Settings(mesh, **{name: getattr(options, name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from partir.errors import module_path, source_line
 from partir.graph import is_collective, operands, outputs_of
 from partir.layout import DTYPE_NAMES, Layout
-from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, Settings
+from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, settings_of
 from partir.printer import op_text
 from partir.program import Program, Slot
 from partir.records import Collective
@@ -60,7 +60,7 @@ def document_of(plan: Plan) -> PlanDocument:
     graph, ops = graph_digests(plan.compiled.traced.graph_module, program.texts["traced"])
     parameters = plan.parameters or {slot.name: _slot_type(slot) for slot in program.inputs if slot.kind == "parameter"}
     origin = Origin(plan.model, parameters, plan.aliases, plan.call, graph, ops, torch.__version__.partition("+")[0])
-    settings = Settings(plan.mesh, options.memory, options.vectors, options.outputs, options.rng, options.pin)
+    settings = settings_of(plan.mesh, options)
     facts = _Facts(plan)
     tensors = (*facts.inputs(), *facts.values(), *facts.outputs())
     collectives = tuple(_collectives(plan.collectives, _bucketed(program)))

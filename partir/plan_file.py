@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_args
 
+import torch
+
 from partir.errors import LayoutError, MeshError, PartirError, PlanError
 from partir.json_places import Entry, read_json
-from partir.layout import Layout
+from partir.layout import Layout, dtype_name
 from partir.mesh import AXES, Mesh
 from partir.options import LEGAL
 from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, Settings
+from partir.precision import DTYPES as PRECISIONS
 from partir.quantities import parse_bytes
 
 FORMAT, VERSION = "partir plan", 1
 HELP = 'a "layout" that differs from its "chosen" is a pin; mesh and options may be edited; the rest says what follows'
 OPTIONS = ("memory", "vectors", "outputs", "rng")
+PRECISION = ("compute_dtype", "reduce_dtype")
 PARTS = ("format", "version", "edit", "model", "mesh", "options", "totals", "notes", "tensors", "collectives")
 MODEL = ("class", "torch", "call", "graph", "ops", "tied", "parameters")
 TOTALS = ("counted_for", "parameters", "held", "saved", "forward", "backward")
@@ -62,7 +66,7 @@ def _parts(document: PlanDocument) -> Iterator[tuple[str, str]]:
     model = {"class": origin.model, "torch": origin.torch, "call": origin.call, "graph": origin.graph, "ops": origin.ops}
     yield "model", _object(model, {"tied": origin.tied, "parameters": origin.parameters})
     yield "mesh", _json(dict(zip(document.mesh.names, document.mesh.sizes)))
-    yield "options", _object({name: getattr(settings, name) for name in OPTIONS}, {"pin": settings.pin})
+    yield "options", _object({name: getattr(settings, name) for name in OPTIONS} | settings.precision, {"pin": settings.pin})
     yield "totals", _object(_totals(document), {})
     yield "notes", _rows(document.notes)
     yield "tensors", _rows(_tensor_row(tensor) for tensor in document.tensors)
@@ -151,14 +155,22 @@ def _origin(entry: Entry) -> Origin:
 
 def _settings(mesh: Entry, options: Entry) -> Settings:
     sizes = {name: entry.integer(least=1) for name, entry in mesh.object((), AXES).items()}
-    items = options.object((*OPTIONS, "pin"), ())
+    items = options.object((*OPTIONS, "pin"), PRECISION)
     for name in OPTIONS:
         if items[name].text() not in LEGAL[name] and not (name == "memory" and _is_budget(items[name].text())):
             more = ', or a number of bytes, "40GB"' if name == "memory" else ""
             items[name].fail(f"is {_json(items[name].value)}; choose from {', '.join(map(_json, LEGAL[name]))}{more}.")
     pin = {pattern: entry.text() for pattern, entry in items["pin"].object().items()}
     memory, vectors, outputs, rng = (items[name].text() for name in OPTIONS)
-    return Settings(_meant(mesh, Mesh.parse, sizes), memory, vectors, outputs, rng, pin)
+    precision = {name: _dtype(items[name]) for name in PRECISION if name in items}
+    return Settings(_meant(mesh, Mesh.parse, sizes), memory, vectors, outputs, rng, pin, **precision)
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    legal = {dtype_name(dtype): dtype for dtype in PRECISIONS}
+    if entry.text() not in legal:
+        entry.fail(f"is {_json(entry.value)}; choose from {', '.join(map(_json, legal))}, or leave it out.")
+    return legal[entry.text()]
 
 
 def _is_budget(text: str) -> bool:

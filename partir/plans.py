@@ -20,9 +20,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from partir import rules as rule_files
+from partir.accumulation_cost import AccumulationCost, accumulation_cost
 from partir.errors import PartirError
 from partir.follow_plan import requested
 from partir.hardware import Hardware
@@ -61,6 +63,8 @@ def plan(
     outputs: str = "auto",
     pin: Mapping[str, str] | None = None,
     rules: str | Path | Iterable[str | Path] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     plan: Plan | PlanDocument | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Compile a model for a mesh and return what every rank would hold and receive. Nothing runs.
@@ -72,7 +76,7 @@ def plan(
         mesh: as for `parallelize`; no process needs to exist.
         example_inputs: a tensor or a tuple of arguments; only shapes, dtypes and Python values matter.
         example_kwargs: keyword arguments of the example.
-        memory, vectors, outputs, pin, rules, plan: as for `parallelize`.
+        memory, vectors, outputs, pin, rules, compute_dtype, reduce_dtype, plan: as for `parallelize`.
 
     Raises:
         PartirError: anything that compiling finds: an op without a rule, sizes that axes do not divide, a pin that
@@ -83,7 +87,15 @@ def plan(
     >>> print(linear.layouts["weight"], linear.bytes(stage="forward", axis="x"))
     f32[32@y.x, 16@z] 272
     """
-    given = Options(memory_text(memory), vectors, outputs, pin=dict(pin or {}), rules=rule_files.read(rules))
+    given = Options(
+        memory_text(memory),
+        vectors,
+        outputs,
+        pin=dict(pin or {}),
+        rules=rule_files.read(rules),
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+    )
     ranks, options, compile_program = requested(model, mesh, plan, given)
     args, kwargs = positional(example_inputs), dict(example_kwargs or {})
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
@@ -150,6 +162,15 @@ class Plan:
         """Return the bytes that one rank receives in one step, in all collectives that match."""
         wanted = [(name, value) for name, value in (("stage", stage), ("axis", axis), ("op", op)) if value is not None]
         return sum(c.bytes for c in self.collectives if all(getattr(c, name) == value for name, value in wanted))
+
+    @cached_property
+    def accumulation(self) -> AccumulationCost:
+        """What one rank receives and holds in a block of `partir.accumulate`; `print` it.
+
+        Raises:
+            PartirError: nothing has a gradient.
+        """
+        return accumulation_cost(self.compiled, self.options)
 
     @cached_property
     def layouts(self) -> Layouts:

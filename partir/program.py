@@ -36,6 +36,7 @@ class Slot:
         differentiable: an input that gets a gradient, or an output that has one.
         reaches: the outputs, by number, through which an input gets its gradient; without a cotangent for one of them it gets none;
             None: through any.
+        source: the parameter of which it is a gathered value, in a program that is given those.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Slot:
     dtype: torch.dtype
     differentiable: bool = False
     reaches: tuple[int, ...] | None = None
+    source: str = ""
 
     def gets_gradient(self, cotangents: Sequence[object]) -> bool:
         """Return whether an input gets a gradient from these cotangents, None for an output that the loss does not read."""

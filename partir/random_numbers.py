@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -86,7 +86,10 @@ class ByIndex(_Drawn):
     def bits(self, stream: int = 0) -> Tensor:
         """Return the leading bits of a splitmix64 sequence, one for each (seed, call, site, stream)."""
         key = _key(self.seed, 2 * self.site + stream)
-        return _shift(_mix(key + (global_index(self.layout, self.device, self.pads) + 1) * GOLDEN), 64 - BITS)
+        return _shift(_mix(key + (self._index() + 1) * GOLDEN), 64 - BITS)
+
+    def _index(self) -> Tensor:
+        return global_index(self.layout, self.device, self.pads)
 
     def uniform(self, dtype: torch.dtype) -> Tensor:
         """Return uniform numbers in [0, 1); a narrower dtype gets the leading bits of the same number."""
@@ -102,6 +105,20 @@ class ByIndex(_Drawn):
     def chosen(self, probability: float) -> Tensor:
         """Return where uniform < probability, the same in every dtype."""
         return self.bits() < math.ceil(_probability(probability) * 2**BITS)
+
+
+@dataclass(frozen=True)
+class AtIndex(ByIndex):
+    """Numbers of some elements only.
+
+    Args:
+        index: int64 `[n]`, the global indices of the elements.
+    """
+
+    index: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    def _index(self) -> Tensor:
+        return self.index
 
 
 @dataclass(frozen=True)

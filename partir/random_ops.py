@@ -133,6 +133,11 @@ def native_dropout(x: Tensor, p: float, train: bool | None, *, numbers: Numbers)
     return x * mask * _scale(p), mask
 
 
+def draw_with(op: Any, args: Sequence[Any], numbers: Numbers) -> Any:
+    """Return the results of an op of the table, drawn with given numbers."""
+    return cast(Any, DRAWN[op]).__wrapped__(*args, numbers=numbers)
+
+
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call draws from torch's own generator: torch says that the op may, and no argument turns it off."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from partir.collectives import received_bytes, split_axes
 from partir.errors import source_line
 from partir.graph import collective_name, is_collective, operands, tensor_of
+from partir.layout import dtype_name
 from partir.mesh import Mesh
 from partir.program import Program
 
@@ -31,6 +32,7 @@ class Collective:
         source: the user's line that it serves, ``gpt.py:71 (blocks.0.mlp)``.
         node: its name in the graph of its stage.
         again: the backward repeats what the forward has moved, because only shards were kept.
+        dtype: of what moves, ``"bf16"``.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Collective:
     source: str
     node: str
     again: bool = False
+    dtype: str = ""
 
     @property
     def layer(self) -> str:
@@ -76,9 +79,8 @@ def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping
             continue
         again = bool(node.meta.get("again"))
         reason = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(node.meta.get("reason", "")))
-        yield Collective(
-            collective_name(node), axis, num_bytes, stage, reason + ", again" * again, source_line(node.meta), node.name, again
-        )
+        reason, line, dtype = reason + ", again" * again, source_line(node.meta), dtype_name(tensor_of(operands(node)[0]).dtype)
+        yield Collective(collective_name(node), axis, num_bytes, stage, reason, line, node.name, again, dtype)
 
 
 def message_of(node: Node, mesh: Mesh) -> tuple[str, int]:

@@ -122,13 +122,13 @@ def _collectives(plan: Plan, stage: str, fold: bool) -> str:
     records = [record for record in plan.collectives if record.stage == stage]
     if not records:
         return f"{stage}: nothing moves" if stage == "forward" or plan.program.backward else "no backward: nothing has a gradient"
-    header = ("collective", "axis", "bytes", "name", "for", "line")
+    header = ("collective", "axis", "dtype", "bytes", "name", "for", "line")
     title = f"{stage}: {len(records)} collectives, {plan.bytes(stage):,} bytes received by each rank"
     return _table(title, header, [Row(record.layer, _record_cells(record), record.bytes) for record in records], fold)
 
 
 def _record_cells(record: Collective) -> tuple[str, ...]:
-    return record.op, record.axis, f"{record.bytes:,}", record.node, record.reason, record.source
+    return record.op, record.axis, record.dtype, f"{record.bytes:,}", record.node, record.reason, record.source
 
 
 def _outputs(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from partir.errors import PartirError
 from partir.layout import Dim, Layout, Part, dtype_name
 from partir.mesh import Mesh
+from partir.precision import autocast_text
 
 
 def positional(example_inputs: Any) -> tuple[Any, ...]:
@@ -34,7 +35,8 @@ def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str
     training = "all" if all(modes.values()) else ", ".join(name for name, on in modes.items() if on) or "none"
     grad = "on" if torch.is_grad_enabled() else "off"
     text = f"{structure}; inputs {inputs}; grad {grad}; training {training}; frozen {', '.join(frozen) or 'none'}"
-    return f"{text}; modules {_digest(model)}"
+    autocast = autocast_text()
+    return f"{text}{f'; autocast {autocast}' if autocast else ''}; modules {_digest(model)}"
 
 
 def _digest(model: nn.Module) -> str:

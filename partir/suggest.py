@@ -192,7 +192,7 @@ class Search:
     templates: list[Template] = field(default_factory=list[Template])
 
     def __post_init__(self) -> None:
-        self.folded = fold_layers(trace(self.model, self.args, self.kwargs))
+        self.folded = fold_layers(trace(self.model, self.args, self.kwargs, self.options.compute_dtype))
         self._law = placement(self.options.placement)
         self._graph = pipeline.factorise(self.folded.traced)
         dims = [dim for node in self._graph.graph.nodes for result in node.meta.get("subdims", ()) for dim in result]
@@ -255,7 +255,7 @@ class Search:
     def _compile(self, mesh: Mesh) -> Template:
         if self.progress is not None:
             self.progress(f"compiling for {mesh}")
-        low = pipeline.lower(self.folded.traced, mesh, self.options)
+        low = pipeline.lower(self.folded.traced, mesh, self.options, check=False)
         keys, values, names = pad_symbols(low)
         costs, steps = dict[str, Any](), dict[str, Any]()
         for mode, compiled in pipeline.derive_each(low, self.modes).items():

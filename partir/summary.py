@@ -33,7 +33,9 @@ def _title(document: PlanDocument) -> list[str]:
     lines = [
         f"{document.origin.model} on mesh {document.mesh}, {document.mesh.size} ranks",
         f"memory={settings.memory}  vectors={settings.vectors}  outputs={settings.outputs}"
-        + (f"  rng={settings.rng}" if settings.rng != "exact" else "") + (f"  pins: {len(settings.pin)}" if settings.pin else ""),
+        + (f"  rng={settings.rng}" if settings.rng != "exact" else "")
+        + "".join(f"  {name}={text}" for name, text in settings.precision.items())
+        + (f"  pins: {len(settings.pin)}" if settings.pin else ""),
         f"parameters: {whole:,} bytes in {len(parameters)} tensors, {held:,} on each rank ({fraction(held, whole)})",
         f"saved for the backward: {document.saved:,} bytes on each rank, besides inputs and parameters",
     ]

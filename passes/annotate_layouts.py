@@ -26,12 +26,13 @@ from partir.assignment import Assignment, Call, SubFactor, merge, operand_layout
 from partir.errors import source_line
 from partir.graph import gives_gradient, is_call, is_getitem, layouts_of, operands, results_of
 from partir.law import first_split, is_lawful, place_axes, scatter_rows, states_to_try
-from partir.layout import Layout
+from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.passes.place_parameters import check_vectors, note_of_copies, parameter_layout
 from partir.relayout import relayout
 from partir.rules.placement import Placement
 
+CAST = torch.ops.aten._to_copy.default
 Candidate = tuple[str | None, dict[SubFactor, tuple[str, ...]], str]
 
 
@@ -129,6 +130,9 @@ class _Annotator:
         if len(read) == 1 and read[0].meta["layout"] is None:
             node.meta["layout"] = None
             return
+        if node.target is CAST and read[0].meta["layout"].split_axes and node.name not in self.given.layouts:
+            self._record(node, self._cast(node))
+            return
         for operand in read:
             if self._must_be_decided_first(node, operand):
                 self.decide(operand, None, f"nothing else decides how {node.name} runs")
@@ -169,6 +173,9 @@ class _Annotator:
     def _decide_result(self, node: Node, index: int, wanted: Layout, why: str) -> None:
         if node.meta["layout"] is not None:
             return
+        if node.target is CAST:
+            self._decide_cast(node, wanted, why)
+            return
         call = Call.of(node, node.meta["grad"])
         flipped = replace(call, binding=replace(call.binding, operands=call.binding.results), inputs=call.outputs)
         assignment = project(flipped, index, wanted, self.mesh)
@@ -176,6 +183,19 @@ class _Annotator:
         choice = self._evaluate(node, call, (None, assignment, why), present)
         self._decide_operands(node, choice)
         self._record(node, choice)
+
+    def _decide_cast(self, node: Node, wanted: Layout, why: str) -> None:
+        """Cast a parameter's own block, before it is gathered: the copy rests as the parameter does."""
+        source = operands(node)[0]
+        self.decide(source, replace(wanted, dtype=dtype_name(results_of(source)[0].dtype)), why)
+        self._record(node, self._cast(node))
+
+    def _cast(self, node: Node) -> Choice:
+        """A cast leaves each block where it is, however a dim is split."""
+        held = cast(Layout, operands(node)[0].meta["layout"])
+        grad, dtype = node.meta["grads"][0], dtype_name(results_of(node)[0].dtype)
+        made = replace(held, dtype=dtype, grad=grad, varied=held.varied if grad else ())
+        return Choice(None, {}, (held,), (made,), (made,), 0, "a cast stays where its operand is")
 
     def _choose(self, node: Node) -> Choice:
         call = Call.of(node, node.meta["grad"])
@@ -233,7 +253,7 @@ class _Annotator:
     def _operand_bytes(self, operand: Node, wanted: Layout) -> float:
         present = operand.meta["layout"]
         if present is None:
-            if operand.op != "placeholder":
+            if operand.op != "placeholder" and not (operand.target is CAST and operands(operand)[0].op == "placeholder"):
                 return 0.0
             present = self._at_rest(operand, wanted)
         return relayout(present, wanted, self.mesh).bytes

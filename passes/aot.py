@@ -1,19 +1,20 @@
-"""The one place that calls torch's private parts of AOTAutograd.
+"""Derive the joint graph of a lowered graph; the one place that calls torch's private parts of AOTAutograd.
 
-A lowered graph is functional already, so one trace of its forward and of ``torch.autograd.grad`` gives the joint graph: AOTAutograd
-traces twice. Where a backward formula of torch writes in place, AOTAutograd does it, and makes it functional.
+A lowered graph is functional already: `compose_joint` puts the joint graph together from the formulas of its calls. Where a backward
+formula of torch writes in place, AOTAutograd derives the whole, and makes it functional.
 
-``tests/test_differentiate.py::test_aot_contract`` notices when torch changes what is relied on here:
+``tests/test_differentiate.py::test_aot_contract`` notices when torch changes what is relied on here; both ways give
 
-- placeholders of the joint graph are ``primals_1 ...`` then ``tangents_1 ...``, one tangent for each output that
-  requires grad, and its results are the outputs, then one gradient (or None) for each argument;
-- every node keeps ``meta["custom"]`` of the node that an ``fx.Interpreter`` was running, in the backward as well;
-- ``meta["partitioner_tag"]`` tells forward from backward;
-- where no output requires grad it returns the forward alone, whatever was asked.
+- placeholders called ``primals_1 ...`` then ``tangents_1 ...``, one tangent for each output that
+  requires grad, and as results the outputs, then one gradient (or None) for each argument;
+- in every node's ``meta["custom"]`` the lowered node that it serves, in the backward as well;
+- ``meta["partitioner_tag"]``, which tells forward from backward;
+- the forward alone, whatever was asked, where no output requires grad.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -21,18 +22,15 @@ from unittest import mock
 
 import torch
 import torch._functorch.config
-from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch._functorch._aot_autograd.utils import copy_fwd_metadata_to_bw_nodes
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from partir.errors import PartirError, VerifyError, source_line
+from partir.passes.call_formulas import Unwritten
+from partir.passes.compose_joint import BACKWARD, ORIGIN, compose_joint
 
-ORIGIN = "partir"
 CHECK = torch.ops.aten._linalg_check_errors.default  # raises where a matrix is singular, and returns nothing
 torch.fx.has_side_effect(CHECK)
 
@@ -78,10 +76,8 @@ def export_joint(
         requires_grad[:] = [result.requires_grad for result in results]
         return tuple(result.clone(memory_format=torch.contiguous_format) for result in results)
 
-    if training and any(wanted):
-        joint = _trace_once(module, flat, arguments, wanted)
-        if joint is not None:
-            return joint, tuple(requires_grad)
+    with contextlib.suppress(Unwritten):
+        return compose_joint(module, arguments, wanted, training)
     export = cast("Callable[..., GraphModule]", aot_export_joint_simple)
     patch = cast("Callable[..., AbstractContextManager[None]]", torch._functorch.config.patch)  # pyright: ignore
     with patch(debug_assert=False), _without_tokens(), torch.enable_grad():
@@ -94,68 +90,10 @@ def export_joint(
     return joint, takes
 
 
-def _trace_once(
-    module: GraphModule, flat: Callable[..., tuple[torch.Tensor, ...]], arguments: Sequence[torch.Tensor], wanted: Sequence[bool]
-) -> GraphModule | None:
-    """Trace forward and backward in one go; None where nothing has a gradient, or a formula writes in place."""
-    results = cast("Sequence[Node]", module.graph.output_node().args[0])
-    values = [cast(torch.Tensor, result.meta["val"]) for result, keep in zip(results, wanted, strict=True) if keep]
-    tangents = [torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device) for value in values]
-    takes: list[bool] = []
-
-    def joint(primals: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        outputs = flat(*primals)
-        candidates = [output for output, keep in zip(outputs, wanted, strict=True) if keep]
-        for output, value in zip(candidates, values):
-            if output.shape != value.shape:
-                raise VerifyError(f"an output has local shape {list(output.shape)}, its layout says {list(value.shape)}.")
-        takes[:] = [output.requires_grad for output in candidates]
-        needed = [output for output, take in zip(candidates, takes) if take]
-        given = [tangent for tangent, take in zip(tangents, takes) if take]
-        asked = [primal for primal in primals if primal.requires_grad]
-        if not needed:
-            return (*outputs, *(None for _ in primals))
-        setup_stacktrace_preservation_hooks([cast(Any, output).grad_fn for output in needed])
-        with fx_traceback.preserve_node_meta(), set_partitioner_tag_is_backward():
-            gradients = iter(torch.autograd.grad(needed, asked, given, allow_unused=True))
-        return (*outputs, *(next(gradients) if primal.requires_grad else None for primal in primals))
-
-    with torch.enable_grad():
-        traced = make_fx(joint)(list(arguments), tangents)
-    if not any(takes) or any(_writes(node) for node in traced.graph.nodes):
-        return None
-    copy_fwd_metadata_to_bw_nodes(traced)
-    _name_placeholders(traced, len(arguments), takes)
-    return traced
-
-
 def _without_tokens() -> AbstractContextManager[Any]:
     """Keep AOTAutograd from giving a check a token, one more argument and result, to hold it in place: the partition does."""
     holder: Any = cast(Any, torch)._library.simple_registry.singleton.find(CHECK.name()).effect
     return mock.patch.object(holder, "_effect", None)
-
-
-def _writes(node: Node) -> bool:
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-
-
-def _name_placeholders(joint: GraphModule, num_primals: int, takes: Sequence[bool]) -> None:
-    """Name them as AOTAutograd does, and drop the tangents of outputs that have no gradient."""
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    kept = 0
-    for index, node in enumerate(placeholders):
-        if index < num_primals:
-            name = f"primals_{index + 1}"
-        elif takes[index - num_primals]:
-            kept += 1
-            name = f"tangents_{kept}"
-        else:
-            joint.graph.erase_node(node)
-            continue
-        node.target = name
-        node._rename(name)  # pyright: ignore[reportPrivateUsage]
-    output = joint.graph.output_node()
-    output.args = (list(cast("Sequence[Any]", output.args[0])),)
 
 
 def fake_arguments(
@@ -184,4 +122,4 @@ def is_check(node: Node) -> bool:
 
 def is_backward(node: Node) -> bool:
     """Return whether a node of a joint graph was made by a backward formula."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return node.meta.get("partitioner_tag") == BACKWARD

@@ -28,6 +28,7 @@ from partir.mesh import Mesh
 
 LARGEST = 1 << 16  # elements of a rank's block; larger gathers are worth a message of their own
 LOCAL = frozenset({"spread", "settle", "once", "slice", "zero_pad"})
+CAST = torch.ops.aten._to_copy.default
 Key = tuple[str, str, torch.dtype, bool, int]
 
 
@@ -57,15 +58,15 @@ def _key(node: Node) -> Key | None:
     value = tensor_of(source)
     if value.dim() != 1 or value.numel() > LARGEST:
         return None
-    moved = sum(collective_name(link) not in LOCAL for link in chain)
+    moved = sum(is_collective(link) and collective_name(link) not in LOCAL for link in chain)
     return layer_of(node), cast(str, node.kwargs["axis"]), value.dtype, layout_of(node).grad, moved
 
 
 def _chain(node: Node) -> list[Node] | None:
-    """Return the collectives between a parameter and the node that it becomes, in order; None for a computed value."""
+    """Return the collectives and casts between a parameter and the node that it becomes, in order; None for a computed value."""
     chain: list[Node] = []
     while node.op != "placeholder":
-        if not is_collective(node) or len(node.all_input_nodes) != 1:
+        if not (is_collective(node) or node.target is CAST) or len(node.all_input_nodes) != 1:
             return None
         chain.append(node)
         node = node.all_input_nodes[0]

@@ -48,15 +48,24 @@ class Capture:
     assigned: tuple[str, ...]
 
 
-def capture(model: nn.Module, leaves: Sequence[torch.Tensor], structure: Structure, names: Sequence[str]) -> Capture:
+def capture(
+    model: nn.Module,
+    leaves: Sequence[torch.Tensor],
+    structure: Structure,
+    names: Sequence[str],
+    compute_dtype: torch.dtype | None = None,
+) -> Capture:
     """Export ``model(*args, **kwargs)``, where `structure` rebuilds ``(args, kwargs)`` from `leaves`, called `names`.
+
+    Args:
+        compute_dtype: what floating parameters and inputs are cast to first.
 
     Raises:
         TraceError: the module does something that no graph can hold, with the user's line.
     """
     device = _device(model, leaves, names)
     mode = FakeTensorMode()
-    wrapper = _Wrapper(model, structure)
+    wrapper = _Wrapper(model, structure, compute_dtype)
     fakes = tuple(_fake(leaf, mode, device) for leaf in leaves)
     with ExitStack() as stack:
         for context in _contexts(model, _fake_state(model, mode, device)):
@@ -92,14 +101,24 @@ class _Names:
 class _Wrapper(nn.Module):
     """Give `torch.export` a function from flat tensors to flat tensors, whatever the module takes and returns."""
 
-    def __init__(self, model: nn.Module, structure: Structure) -> None:
+    def __init__(self, model: nn.Module, structure: Structure, compute_dtype: torch.dtype | None) -> None:
         super().__init__()
+        self.compute_dtype = compute_dtype
         self.model = model
         self.structure = structure
         self.returned = _Returned()
         self.names = _Names({id(tensor): name for name, tensor in _tensors(model).items()})
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.compute_dtype is None:
+            return self._run(leaves)
+        casts: dict[int, torch.Tensor] = {}
+        state = dict(self.model.named_parameters(remove_duplicate=False))
+        inside = {name: casts.setdefault(id(p), _cast(p, self.compute_dtype)) for name, p in state.items()}
+        with stateless._reparametrize_module(self.model, inside):  # pyright: ignore[reportPrivateUsage]
+            return self._run([_cast(leaf, self.compute_dtype) for leaf in leaves])
+
+    def _run(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.structure.rebuild(leaves)
         before = dict(self.model.named_buffers(remove_duplicate=False))
         attributes = _tensor_attributes(self.model)
@@ -115,6 +134,10 @@ class _Wrapper(nn.Module):
         if not tensors:
             raise TraceError(f"{type(self.model).__name__}: forward returns no tensor, but {outputs.text}.")
         return (*tensors, *(after[name] for name in assigned))
+
+
+def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return t.to(dtype) if t.is_floating_point() else t
 
 
 class _Guard(TorchFunctionMode):

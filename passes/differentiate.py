@@ -39,6 +39,7 @@ from partir.passes.extract_graphs import extract_backward, extract_forward
 from partir.passes.node_facts import IDENTITIES, collective, op_name, operands, shape_and_dtype
 from partir.passes.partition import Partition, inside_regions, made_again, output_needs_copy, partition
 from partir.passes.share_gathers import merge_repeated, share_gathers
+from partir.passes.widen_reductions import widen_reductions
 from partir.program import Slot
 
 
@@ -110,15 +111,22 @@ class Joint:
 
 
 def join(
-    lowered: GraphModule, mesh: Mesh, input_slots: Sequence[Slot], output_slots: Sequence[Slot], training: bool = True
+    lowered: GraphModule,
+    mesh: Mesh,
+    input_slots: Sequence[Slot],
+    output_slots: Sequence[Slot],
+    training: bool = True,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Joint:
-    """Return the joint graph of a lowered graph; see `differentiate`."""
+    """Return the joint graph of a lowered graph; see `differentiate`. Sums between ranks are in ``reduce_dtype``, where it is wider."""
     shared = share_gathers(lowered)
     placeholders = shared.graph.find_nodes(op="placeholder")
     assert len(placeholders) == len(input_slots), "one slot for each placeholder"
     wants = [training and slot.differentiable for slot in input_slots]
     joint, differentiable = _trace(shared, placeholders, mesh, wants, output_slots)
     simplify(joint.graph, mesh)
+    if reduce_dtype is not None:
+        widen_reductions(joint.graph, reduce_dtype)
     return Joint(joint, shared, mesh, input_slots, output_slots, differentiable, training)
 
 

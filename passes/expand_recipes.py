@@ -13,7 +13,7 @@ Ensures: no call splits a factor that its op needs whole. Idempotent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from partir.infer import infer
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.factorise_dims import bind
+from partir.precision import is_half
 from partir.relayout import relayout
 from partir.rules import Binding
 from partir.rules.recipe import run_body
@@ -74,17 +75,28 @@ class _Expansion:
     node: Node
     factor: str
     mesh: Mesh
+    narrow: dict[Node, torch.dtype] = field(default_factory=dict[Node, torch.dtype])
 
     def run(self) -> list[Node]:
         """Return one node a result, in the dtype and layout of the call's."""
         binding = cast(Binding, self.node.meta["binding"])
         body = binding.splits[self.factor]
-        results = run_body(body, binding, operands(self.node), self, self.node.meta.get("pads"))
+        reads = [self._widened(operand) for operand in operands(self.node)]
+        results = run_body(body, binding, reads, self, self.node.meta.get("pads"))
         values = self.node.meta["val"] if not isinstance(self.node.meta["val"], torch.Tensor) else (self.node.meta["val"],)
         return [self._finish(r, v.dtype, w) for r, v, w in zip(results, values, layouts_of(self.node))]
 
+    def _widened(self, value: Node) -> Node:
+        """Compute on 16-bit values in float32, as torch's own kernels do: a float16 square or cube of a root overflows."""
+        dtype = self.dtype(value)
+        if not is_half(dtype):
+            return value
+        wide = self.call(torch.ops.aten._to_copy.default, value, dtype=torch.float32)
+        self.narrow[wide] = dtype
+        return wide
+
     def _finish(self, value: Node, dtype: torch.dtype, wanted: Layout) -> Node:
-        if self.dtype(value) != dtype:
+        if value.meta["val"].dtype != dtype:
             value = self.call(torch.ops.aten._to_copy.default, value, dtype=dtype)
         for step in relayout(layout_of(value), wanted, self.mesh).steps:
             value = self._collective(step.op, value, dict(step.kwargs), step.result, f"result of {self.node.name}")
@@ -119,8 +131,8 @@ class _Expansion:
         return self._collective("spread", value, {"axis": ".".join(axes)}, spread, reason)
 
     def dtype(self, value: Node) -> torch.dtype:
-        """Return the dtype of a node's tensor."""
-        return cast(torch.dtype, value.meta["val"].dtype)
+        """Return the dtype of a node's tensor; of an operand that was widened, its own."""
+        return self.narrow.get(value, cast(torch.dtype, value.meta["val"].dtype))
 
     def _collective(self, op: str, value: Node, kwargs: dict[str, Any], layout: Layout, reason: str) -> Node:
         new = self.graph.call_function(getattr(torch.ops.partir, op).default, (value,), kwargs)

@@ -157,13 +157,17 @@ class _Writer:
 
 def _root_name(node: Node, slots: Mapping[str, str]) -> str:
     """Return the value, parameter or bucket of them that a chain of collectives brings to its reader."""
-    while (collective(node) is not None or is_getitem(node)) and operands(node):
+    while (collective(node) is not None or is_getitem(node) or _casts_input(node)) and operands(node):
         reads = operands(node)
         if len(reads) > 1:
             return str(node.meta.get("reason"))
         node = reads[0]
     inside = node.meta.get("reason") == "recipe" and node.name != node.meta["origin"]
     return slots.get(node.name, node.name) + (f" in {node.meta['origin']}" if inside else "")
+
+
+def _casts_input(node: Node) -> bool:
+    return op_name(node) == "aten::_to_copy" and operands(node)[0].op == "placeholder"
 
 
 def _values(parts: Partition, lowered: GraphModule, mesh: Mesh) -> dict[Node, tuple[str, Layouts]]:

@@ -21,6 +21,7 @@ from partir.errors import TraceError, source_line
 from partir.passes.checkpoints import region_key
 from partir.passes.torch_ops import is_higher_order
 from partir.passes.user_lines import user_stack
+from partir.passes.write_casts import Autocasts, active_autocasts
 
 _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -28,9 +29,13 @@ Value = Any
 
 
 class Flattener:
-    """Copies nodes of nested graphs into `graph`; ``meta["no_grad"]`` marks those that run without gradient."""
+    """Copies nodes of nested graphs into `graph`.
+
+    ``meta["no_grad"]`` marks those that run without gradient, ``meta["autocast"]`` says which autocasts are on.
+    """
 
     def __init__(self, graph: fx.Graph, wrapper: str) -> None:
+        self.autocasts = active_autocasts()
         self.graph = graph
         self.wrapper = wrapper
 
@@ -52,23 +57,35 @@ class Flattener:
         new.meta = clean_meta(node.meta, self.wrapper)
         if not grad:
             new.meta["no_grad"] = True
+        if self.autocasts:
+            new.meta["autocast"] = self.autocasts
         return new
 
     def _copy_region(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Value], grad: bool) -> Value:
         name = node.target.name() if is_higher_order(node.target) else ""
         if name == _SET_GRAD:
             grad, at = bool(node.args[0]), 1
-        elif name == _AUTOCAST and not node.args[2]:
+        elif name == _AUTOCAST:
             at = 4
         else:
             where = source_line(clean_meta(_meta_of_region(module, node), self.wrapper))
-            if name == _AUTOCAST:
-                raise TraceError(f"{where}: autocast inside forward is not supported. Convert the model: model.to(torch.bfloat16).")
             raise TraceError(f"{where}: the higher-order op `{name}` cannot be captured. Write it as plain torch ops.")
         region = cast("fx.GraphModule", module.get_submodule(str(cast("fx.Node", node.args[at]).target)))
         inputs = [env[arg] if isinstance(arg, fx.Node) else arg for arg in node.args[at + 1 :]]
         inner = dict(zip((n for n in region.graph.nodes if n.op == "placeholder"), inputs, strict=True))
-        return self.copy(region, inner, grad)
+        around = self.autocasts
+        if name == _AUTOCAST:
+            self.autocasts = _inside(around, *cast("tuple[str, Any, bool]", node.args[:3]))
+        try:
+            return self.copy(region, inner, grad)
+        finally:
+            self.autocasts = around
+
+
+def _inside(around: Autocasts, kind: str, dtype: torch.dtype | None, enabled: bool) -> Autocasts:
+    """Return the autocasts that are on inside `torch.autocast(kind, dtype, enabled)`."""
+    others = tuple(each for each in around if each[0] != kind)
+    return (*others, (kind, dtype or torch.get_autocast_dtype(kind))) if enabled else others
 
 
 def clean_meta(meta: Mapping[str, Any], wrapper: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _may_run_nested(encoder: Any, src: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _without_norm(encoder: nn.Module) -> Generator[None]:
+def _without_norm(encoder: Any) -> Generator[None]:
     norm, encoder.norm = encoder.norm, None
     try:
         yield

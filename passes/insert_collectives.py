@@ -107,7 +107,7 @@ class _Inserter:
             role: what the value is to it: "operand", "result", or "output" of the program.
         """
         layout = layout.strip(self.mesh)
-        source = value.meta["origin"]
+        source = _origin(value)
         held = cast(Layout, value.meta["layout"])
         if held.grad and not layout.grad:
             layout = replace(layout, grad=True)
@@ -141,6 +141,13 @@ def output_layout(layout: Layout, sharded: bool) -> Layout:
 
 def _trace_of(node: Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "site") if key in node.meta}
+
+
+def _origin(value: Node) -> str:
+    """Return whose value it is; a parameter's in a compute dtype is the parameter's."""
+    if value.target is torch.ops.aten._to_copy.default and operands(value)[0].op == "placeholder":
+        value = operands(value)[0]
+    return str(value.meta["origin"])
 
 
 def _as_tuple(layout: Any) -> tuple[Layout, ...]:

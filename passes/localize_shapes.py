@@ -12,12 +12,13 @@ Ensures: the graph runs on blocks; ``meta["val"]`` has local shapes, equal to ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.utils._pytree import tree_leaves
 
 from partir import local_ops, random_ops
 from partir.errors import RuleError, VerifyError, source_line
@@ -25,6 +26,7 @@ from partir.graph import is_call, is_collective, layout_of, layouts_of, operands
 from partir.layout import Layout
 from partir.mesh import Mesh, use_mesh
 from partir.pads import natural_size
+from partir.passes.share_gathers import argument_key
 from partir.passes.torch_ops import VIEWS
 from partir.rules import Binding
 from partir.subdims import axes_of
@@ -189,25 +191,45 @@ def local_factor_sizes(binding: Binding, node: Node, mesh: Mesh) -> dict[str, in
 
 
 def _propagate(graph_module: GraphModule, mesh: Mesh) -> None:
-    """Run the graph on fake blocks and compare every shape with its layout."""
+    """Run the graph on fake blocks, calls that are alike once, and compare every shape with its layout."""
+    ran: dict[Hashable, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder":
             node.meta["val"] = node.meta["val"].new_empty(layout_of(node).local_shape(mesh))
             continue
-        values = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        try:
-            with use_mesh(mesh), torch.no_grad(), _mode_of(node):
-                node.meta["val"] = node.target(*values[0], **values[1])
-        except Exception as error:
-            raise VerifyError(f"{source_line(node.meta)}: {node.target} fails on blocks {node.args}: {error}") from error
+        key = _key_of_run(node)
+        if key not in ran:
+            ran[key] = _run(node, mesh)
+        node.meta["val"] = ran[key]
         for layout, value in zip(layouts_of(node), results_of(node)):
             if layout.owner is None and tuple(value.shape) != layout.local_shape(mesh):
                 raise VerifyError(
                     f"{source_line(node.meta)}: {node.name} has local shape {tuple(value.shape)}, its layout {layout} "
                     f"says {layout.local_shape(mesh)}."
                 )
+
+
+def _key_of_run(node: Node) -> Hashable:
+    """Return all that the result of a call depends on but numbers."""
+    reads = node.all_input_nodes
+    place = {read: ("operand", number) for number, read in enumerate(reads)}
+    arguments = map_arg((node.args, node.kwargs), lambda read: place[read])
+    return node.target, argument_key(arguments), tuple(_fact(value) for read in reads for value in tree_leaves(read.meta["val"]))
+
+
+def _fact(value: torch.Tensor) -> Hashable:
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
+
+
+def _run(node: Node, mesh: Mesh) -> Any:
+    values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    try:
+        with use_mesh(mesh), torch.no_grad(), _mode_of(node):
+            return cast(Any, node.target)(*values[0], **values[1])
+    except Exception as error:
+        raise VerifyError(f"{source_line(node.meta)}: {node.target} fails on blocks {node.args}: {error}") from error
 
 
 def _mode_of(node: Node) -> Any:

@@ -26,12 +26,12 @@ def cross_entropy_loss(
         return loss
     weighted = log_probabilities if weight is None else log_probabilities * along(weight, dim, x.dim())
     smooth = -weighted.sum(dim)
-    smooth = smooth.masked_fill(target == ignore_index, 0.0)
+    smooth = _wide(smooth.masked_fill(target == ignore_index, 0.0))
     if reduction == _MEAN:
-        smooth = smooth.sum() / _total(target, weight, ignore_index, x.dtype)
+        smooth = smooth.sum() / _total(target, weight, ignore_index, smooth.dtype)
     elif reduction != _NONE:
         smooth = smooth.sum()
-    return (1.0 - label_smoothing) * loss + smooth * (label_smoothing / x.shape[dim])
+    return (1.0 - label_smoothing) * loss + smooth.to(x.dtype) * (label_smoothing / x.shape[dim])
 
 
 def nll_loss(
@@ -51,9 +51,15 @@ def nll_loss(
         loss = loss * _weights(classes, weight)
     if reduction == _NONE:
         return loss
-    if reduction != _MEAN:
-        return loss.sum()
-    return loss.sum() / _total(target, weight, ignore_index, loss.dtype)
+    total = _wide(loss).sum()
+    if reduction == _MEAN:
+        total = total / _total(target, weight, ignore_index, total.dtype)
+    return total.to(loss.dtype)
+
+
+def _wide(t: Tensor) -> Tensor:
+    """Add up 16-bit values in float32, as one kernel does inside: the losses of a batch overflow float16."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def _soft_cross_entropy(
@@ -68,7 +74,8 @@ def _soft_cross_entropy(
     loss = -product.sum(dim)
     if reduction == _NONE:
         return loss
-    return loss.sum() / (product.numel() // num_classes) if reduction == _MEAN else loss.sum()
+    total = _wide(loss).sum()
+    return (total / (product.numel() // num_classes) if reduction == _MEAN else total).to(loss.dtype)
 
 
 def _total(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -76,7 +83,7 @@ def _total(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torc
     ignored = target == ignore_index
     if weight is None:
         return (~ignored).to(dtype).sum()
-    return _weights(target.masked_fill(ignored, 0), weight).masked_fill(ignored, 0.0).sum()
+    return _weights(target.masked_fill(ignored, 0), weight).to(dtype).masked_fill(ignored, 0.0).sum()
 
 
 def _weights(classes: Tensor, weight: Tensor) -> Tensor:

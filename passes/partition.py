@@ -29,6 +29,7 @@ from partir.passes.node_facts import (
     is_pointwise,
     is_random,
     is_view,
+    op_name,
     operands,
     storage_owner,
 )
@@ -96,7 +97,8 @@ def made_again(joint: GraphModule, memory: str, without_gradient: frozenset[Node
             gathered.add(node)
         if (not reads or all(read in free for read in reads)) and _is_cheap(node):
             free.add(node)
-        if is_view(node) or not reads or (memory == "low" and (node in gathered or node in free)):
+        cheap = node in gathered or node in free or _casts_input(node)
+        if is_view(node) or not reads or (memory == "low" and cheap):
             again.add(node)
     return frozenset(again)
 
@@ -116,6 +118,11 @@ def inside_regions(joint: GraphModule, regions: Mapping[Node, str]) -> frozenset
         if reader not in of_backward and regions.get(reader) != region
     }
     return frozenset(node for node in inside if node not in leaving and not is_random(node))
+
+
+def _casts_input(node: Node) -> bool:
+    """Return whether a node is a parameter's block in the dtype of computation: the block is there, a copy of it is not kept."""
+    return op_name(node) == "aten::_to_copy" and operands(node)[0].op == "placeholder"
 
 
 def _is_gathered(node: Node, gathered: set[Node], free: set[Node]) -> bool:

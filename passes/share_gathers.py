@@ -40,7 +40,7 @@ def merge_repeated(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not (collective(node) or is_view(node) or is_getitem(node)):
             continue
-        key = _key((node.target, node.args, node.kwargs))
+        key = argument_key((node.target, node.args, node.kwargs))
         kept = first.setdefault(key, node)
         if kept is node:
             continue
@@ -58,13 +58,13 @@ def copy_module(module: GraphModule) -> GraphModule:
     return GraphModule(module, graph)
 
 
-def _key(value: Any) -> Hashable:
+def argument_key(value: Any) -> Hashable:
     """Return a hashable stand-in for an argument, telling 1 from 1.0 and True."""
     if isinstance(value, (list, tuple)):
-        return ("list", *(_key(item) for item in cast("tuple[Any, ...]", value)))
+        return ("list", *(argument_key(item) for item in cast("tuple[Any, ...]", value)))
     if isinstance(value, dict):
-        return ("dict", *((name, _key(item)) for name, item in sorted(cast("dict[str, Any]", value).items())))
+        return ("dict", *((name, argument_key(item)) for name, item in sorted(cast("dict[str, Any]", value).items())))
     if isinstance(value, slice):
         bounds = cast("slice[Any, Any, Any]", value)
-        return ("slice", _key(bounds.start), _key(bounds.stop), _key(bounds.step))
+        return ("slice", argument_key(bounds.start), argument_key(bounds.stop), argument_key(bounds.step))
     return (cast(object, type(value)), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch.fx import GraphModule, Node
@@ -54,7 +55,7 @@ def output_slots(lowered: GraphModule, shapes: Sequence[tuple[int, ...]], traced
 
 def with_tangent(slot: Slot, takes: bool) -> Slot:
     """Return an output slot that takes a cotangent, or does not."""
-    return Slot(slot.name, slot.kind, slot.layout, slot.shape, slot.dtype, takes)
+    return replace(slot, differentiable=takes)
 
 
 def placeholders(graph_module: GraphModule) -> list[Node]:

@@ -28,6 +28,8 @@ from partir.passes.flatten_regions import Flattener, clean_meta, detach_no_grad,
 from partir.passes.functionalize import functionalize
 from partir.passes.structure import Structure, flatten, leaf_paths
 from partir.passes.user_lines import DATA_DEPENDENT
+from partir.passes.write_casts import write_casts
+from partir.precision import without_autocast
 from partir.random_ops import draws
 
 _WRAPPER = "model"
@@ -85,13 +87,16 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     return flatten((tuple(args), dict(kwargs)))
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Traced:
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, compute_dtype: torch.dtype | None = None
+) -> Traced:
     """Trace ``model(*args, **kwargs)`` in its present training mode and under the present grad mode.
 
     Args:
         model: any module; an `fx.GraphModule` too. Real, DTensor and meta parameters are equally good.
         args: example inputs; only shapes, dtypes and Python values matter.
         kwargs: example keyword inputs.
+        compute_dtype: cast floating parameters and inputs to it first. An autocast that is on is traced as well.
 
     Raises:
         TraceError: no graph can hold what forward does; the message names the user's line.
@@ -101,10 +106,15 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ['weight', 'bias', 'input']
     """
     leaves, structure = flatten_inputs(args, kwargs or {})
-    _refuse_autocast(leaves)
     names = input_names(model, structure)
-    captured = capture(model, leaves, structure, names)
+    captured = capture(model, leaves, structure, names, compute_dtype)
     graph, slots = _flat_graph(model, captured, names)
+    with without_autocast():
+        return _traced(graph, slots, captured, structure)
+
+
+def _traced(graph: fx.Graph, slots: list[InputSlot], captured: Capture, structure: Structure) -> Traced:
+    write_casts(graph)
     _refuse_data_dependence(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     assigned = [(captured.outputs.num_tensors + index, name) for index, name in enumerate(captured.assigned)]
@@ -148,12 +158,6 @@ def _argument_name(argument: str, parameters: list[inspect.Parameter]) -> str:
     if not starred:
         return f"args[{index}]"
     return f"{starred[0].name}[{index - parameters.index(starred[0])}]"
-
-
-def _refuse_autocast(leaves: list[torch.Tensor]) -> None:
-    for kind in sorted(({leaf.device.type for leaf in leaves} | {"cpu", "cuda"}) - {"meta"}):
-        if torch.is_autocast_enabled(kind):
-            raise TraceError(f"autocast is on for {kind}: it is not supported. Convert the model: model.to(torch.bfloat16).")
 
 
 def _flat_graph(model: nn.Module, captured: Capture, names: list[str]) -> tuple[fx.Graph, list[InputSlot]]:

@@ -1,25 +1,26 @@
 """Agreement: ranks compare what they are about to do, so that a difference is an error on all of them and never a wrong number.
 
-Each comparison is one message of three numbers a rank on a CPU group: an 8-byte hash, and this rank's seed and call counter (rank 0's
-are used by all). Only when hashes differ do the texts behind them travel, to say what differs.
+Each comparison is one message of three numbers a rank on a CPU group: an 8-byte hash, this rank's seed (rank 0's is used by all), and
+its call counter (a rank that resumed from another checkpoint has another). Only when hashes differ do the texts behind them travel.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from partir.errors import RankError
+from partir.runtime.differences import difference, other_calls
 from partir.runtime.groups import Groups
 from partir.runtime.torch_dtensor import dist
 from partir.runtime.transport import Call, Transport
 
-SHOWN_RANKS = 8
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,10 @@ class Agreed:
 
     Args:
         seed: rank 0's seed.
-        calls: rank 0's call counter.
         ready: whether every rank said that it was ready.
     """
 
     seed: int
-    calls: int
     ready: bool
 
 
@@ -57,21 +56,48 @@ class Agreement:
             text: this rank's.
             ready: a flag that travels with it.
             seed: this rank's seed.
-            calls: this rank's call counter.
+            calls: how many calls this rank has made.
 
         Raises:
-            RankError: texts differ; the message lists them by rank.
+            RankError: texts or call counters differ; the message lists them by rank.
         """
         if self._group.size == 1:
-            return Agreed(seed, calls, ready)
+            return Agreed(seed, ready)
         # The lowest bit is the flag, so that hash and flag are 8 bytes.
         number = (_hash(f"{what}\n{text}") & ~1) | int(ready)
         mine = torch.tensor([number, seed, calls], dtype=torch.int64)
-        where = Call("agreement", "all", f"comparison of {what}", "agreed", counted=False)
+        where = Call("comparison", "all", "", what, counted=False, label=f"the comparison of {what}")
         rows = self._transport.wait(self._transport.gather_rows(mine, self._group, where)).tolist()
         if any((row[0] ^ number) & ~1 for row in rows):
-            raise RankError(_difference(what, self._texts(f"{what}: {text}")))
-        return Agreed(rows[0][1], rows[0][2], all(row[0] & 1 for row in rows))
+            raise RankError(difference(self.exchange(f"{what}: {text}"), what))
+        if any(row[2] != calls for row in rows):
+            raise RankError(other_calls([row[2] for row in rows]))
+        return Agreed(rows[0][1], all(row[0] & 1 for row in rows))
+
+    def compare_blocks(self, names: Sequence[str], blocks: Sequence[tuple[int, Tensor]]) -> None:
+        """Raise on every rank if ranks that hold the same block of a tensor hold other contents.
+
+        Args:
+            names: of the tensors.
+            blocks: of each, which block this rank holds, and the block.
+
+        Raises:
+            RankError: names a tensor and two ranks.
+        """
+        if self._group.size == 1 or not names:
+            return
+        mine = torch.tensor([[number, _hash(content_hash([block]))] for number, block in blocks], dtype=torch.int64)
+        where = Call("agreement", "all", "comparison of the blocks of the inputs", "agreed", counted=False)
+        rows = self._transport.wait(self._transport.gather_rows(mine, self._group, where)).tolist()
+        for index, name in enumerate(names):
+            first: dict[int, int] = {}
+            for rank, row in enumerate(rows):
+                other = first.setdefault(row[index][0], rank)
+                if rows[other][index][1] != row[index][1]:
+                    raise RankError(
+                        f"{name}: ranks {other} and {rank} hold the same block of a DTensor input, and its contents differ. Ranks that "
+                        "differ only along axes that do not split the batch must pass the same samples: see partir.batch_slice."
+                    )
 
     def succeed(self, what: str, error: Exception | None) -> None:
         """Tell the others whether a step worked here, and raise everywhere if it did not somewhere.
@@ -82,16 +108,20 @@ class Agreement:
         """
         if self.compare(what, "", ready=error is None).ready:
             return
-        texts = self._texts("" if error is None else f"{type(error).__name__}: {error}")
+        texts = self.exchange("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         raise RankError(f"{what} failed on other ranks:\n    " + "\n    ".join(failed))
 
-    def _texts(self, mine: str) -> list[str]:
-        texts: list[str | None] = [None] * self._group.size
-        dist.all_gather_object(texts, mine, group=self._group.process_group)
-        return [text or "" for text in texts]
+    def exchange(self, mine: Value) -> list[Value]:
+        """Return what every rank brings; nothing that is compared, so no rank may leave out the call."""
+        if self._group.size == 1:
+            return [mine]
+        values: list[Any] = [None] * self._group.size
+        with self._transport.failures.told("the exchange of what ranks found"):
+            dist.all_gather_object(values, mine, group=self._group.process_group)
+        return values
 
 
 def content_hash(tensors: Sequence[Tensor]) -> str:
@@ -105,20 +135,3 @@ def content_hash(tensors: Sequence[Tensor]) -> str:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _difference(what: str, texts: Sequence[str]) -> str:
-    """Say which ranks differ from the most common text, and show each text once."""
-    counts = Counter(texts)
-    usual = max(counts, key=lambda text: (counts[text], -texts.index(text)))
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
-    lines = [f"    {_ranks([r for r, t in enumerate(texts) if t == text])}: {text}" for text in counts]
-    return (
-        f"{what} differs between ranks: {_ranks(odd)} from the others. Every rank must pass the same global batch and run the "
-        "same code.\n" + "\n".join(lines)
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (", ..." if len(ranks) > SHOWN_RANKS else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

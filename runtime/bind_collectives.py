@@ -19,13 +19,16 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from partir.collectives import addressing, lockstep
-from partir.graph import collective_name, is_collective
+from partir.errors import source_line
+from partir.graph import collective_name, is_collective, operands, tensor_of
 from partir.mesh import Mesh
 from partir.overlap import start_early_wait_late
-from partir.runtime.groups import Group, Groups
-from partir.runtime.transport import Call, Pending, Transport
+from partir.runtime.groups import Group, Groups, backend_name
+from partir.runtime.transport import Call, Pending, Transport, check_reducible
 
 LOCAL = ("slice", "zero_pad", "spread", "settle", "once", "coordinate")
+
+SUMS = ("reduce_scatter", "reduce_scatter_bucket", "all_reduce", "reduce_to")
 
 Start = Callable[..., Pending]
 
@@ -58,7 +61,10 @@ def _bind_node(graph: Graph, node: Node, stage: str, groups: Groups, transport: 
             local = _named_like(_local(op, group, named), f"{op}_here")
             bound = graph.call_function(local, () if operand is None else (operand,))
         else:
-            call = Call(op, named["axis"], stage, node.name)
+            call = Call(op, named["axis"], stage, node.name, line=_line(node))
+            if op in SUMS:
+                backend = backend_name(group.process_group, groups.device)
+                check_reducible(backend, tensor_of(operands(node)[0]).dtype, str(call), source_line(node.meta))
             start = _named_like(_start(op, group, groups.mesh, transport, call, named), f"start_{op}_{call.axis}")
             started = graph.call_function(start, (operand,), name=f"{node.name}_start")
             bound = graph.call_function(transport.wait, (started,))
@@ -117,6 +123,10 @@ def _start(op: str, group: Group, mesh: Mesh, transport: Transport, call: Call, 
     root = mesh.coordinate(group.ranks[group.index]).get(named["root"], 0)
     send = transport.broadcast if op == "broadcast" else transport.reduce_to
     return partial(send, group=group, root=root, call=call)
+
+
+def _line(node: Node) -> str:
+    return source_line(node.meta) if node.meta.get("stack_trace") else ""
 
 
 def _then(pending: Pending, change: Callable[[Any], Any]) -> Pending:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from partir.blocks import is_owner, shard
-from partir.errors import OutOfRangeError, PartirError, RankError, is_out_of_range
+from partir.errors import OutOfRangeError, PartirError, RankError, add_note, is_out_of_range, name_in_generated_code, source_line
+from partir.non_finite import Held, held
 from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.bind_collectives import bind_collectives
@@ -25,6 +26,7 @@ from partir.runtime.groups import Groups
 from partir.runtime.parameters import layout_spec, local_block
 from partir.runtime.torch_dtensor import local_of, make_dtensor, spec_of
 from partir.runtime.transport import Transport
+from partir.runtime.uncaught import describe
 
 
 class DistributedProgram:
@@ -59,10 +61,17 @@ class DistributedProgram:
         if len(tensors) != len(self.program.inputs):
             raise PartirError(f"the program takes {len(self.program.inputs)} tensors, {len(tensors)} were given.")
         if self.backward is None or not torch.is_grad_enabled():
-            with torch.no_grad(), self._one_for_all("forward"):
+            with torch.no_grad(), self._one_for_all("forward", self.transport.failures.call):
                 results = self.forward(*self._blocks(tensors))
             return tuple(self._wrap(results[: self.program.num_outputs]))
         return cast(Any, _Run).apply(self, *tensors)
+
+    def look_at_nodes(self, tensors: Sequence[Tensor]) -> dict[str, Held | None]:
+        """Run the forward again and return what each value holds on this rank. Every rank must call it."""
+        with torch.no_grad(), self._one_for_all("forward", self.transport.failures.call):
+            looking = _Looking(self.forward)
+            looking.run(*self._blocks(tensors))
+        return looking.seen
 
     def _blocks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._block(t, slot) for t, slot in zip(tensors, self.program.inputs)]
@@ -96,18 +105,34 @@ class DistributedProgram:
         return layout_spec(layout, slot.dtype, groups.device_mesh(layout), slot.shape)
 
     @contextmanager
-    def _one_for_all(self, stage: str) -> Generator[None]:
+    def _one_for_all(self, stage: str, call: int) -> Generator[None]:
         """Tell the other ranks when this one fails, so that they do not wait for it."""
+        failures = self.transport.failures
+        failures.check()
+        latest, failures.call = failures.call, call
         try:
-            with torch.autocast(self.transport.device.type, enabled=False):
+            with torch.autocast(self.transport.device.type, enabled=False), failures.told(f"the {stage} of call {call}"):
                 yield
         except RankError:
             raise
         except Exception as error:
-            self.transport.failures.report(f"raised {type(error).__name__} in the {stage}: {error}")
+            where = f"the {stage} of call {call}{self._failed_node(error, stage)}"
+            failures.report(f"raised {describe(error)} in {where}")
             if is_out_of_range(error) and not isinstance(error, PartirError):
-                raise OutOfRangeError(str(error)) from error
+                raise OutOfRangeError(f"rank {self.rank}, {where}: {error}") from error
+            add_note(error, f"rank {self.rank} raised this in {where}")
             raise
+        finally:
+            failures.call = latest
+
+    def _failed_node(self, error: Exception, stage: str) -> str:
+        """Name the node whose line of the generated code raised an error."""
+        module = self.forward if stage == "forward" else self.backward
+        name = name_in_generated_code(error)
+        node = next((node for node in module.graph.nodes if node.name == name), None) if module is not None else None
+        if node is None:
+            return ""
+        return f" at %{node.name} = {node.target}" + (f", {source_line(node.meta)}" if node.meta.get("stack_trace") else "")
 
     def _local_tangents(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         tangents: list[Tensor] = []
@@ -138,13 +163,27 @@ class DistributedProgram:
         return make_dtensor(block, own_spec).full_tensor()
 
 
+class _Looking(torch.fx.Interpreter):
+    """Runs a bound graph node by node and counts what each value holds."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seen: dict[str, Held | None] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        self.seen[n.name] = held(value)
+        return value
+
+
 class _Run(torch.autograd.Function):
     """One call of a program."""
 
     @staticmethod
     def forward(ctx: Any, distributed: DistributedProgram, *tensors: Tensor) -> tuple[Tensor, ...]:
         blocks = distributed._blocks(tensors)  # pyright: ignore[reportPrivateUsage]
-        with distributed._one_for_all("forward"):  # pyright: ignore[reportPrivateUsage]
+        ctx.call = distributed.transport.failures.call
+        with distributed._one_for_all("forward", ctx.call):  # pyright: ignore[reportPrivateUsage]
             results = distributed.forward(*blocks)
         count, slots = distributed.program.num_outputs, distributed.program.outputs
         outputs, saved = distributed._wrap(results[:count]), results[count:]  # pyright: ignore[reportPrivateUsage]
@@ -162,11 +201,11 @@ class _Run(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         distributed = cast(DistributedProgram, ctx.distributed)
-        for name, t, version, held in ctx.versions:  # held: off the diagonal the block that ran is a stand-in
-            if t._version != version or local_of(t) is not held:
+        for name, t, version, block in ctx.versions:  # block: off the diagonal the block that ran is a stand-in
+            if t._version != version or local_of(t) is not block:
                 raise PartirError(f"{name} was changed between forward and backward; its gradient would be wrong.")
         saved = ctx.saved_tensors
-        with distributed._one_for_all("backward"):  # pyright: ignore[reportPrivateUsage]
+        with distributed._one_for_all("backward", ctx.call):  # pyright: ignore[reportPrivateUsage]
             tangents = distributed._local_tangents(grads)  # pyright: ignore[reportPrivateUsage]
             gradients = cast(Any, distributed.backward)(*saved, *tangents)
             wanted = [gradient if slot.gets_gradient(grads) else None for gradient, slot in zip(gradients, distributed.program.inputs)]

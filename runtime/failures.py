@@ -6,16 +6,22 @@ connections, and says why in the store of torch.distributed.
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from partir.errors import RankError
+from partir.runtime import uncaught
 from partir.runtime.torch_dtensor import default_store, dist
 
 LOOK_EVERY = timedelta(seconds=2)
 LISTEN_SECONDS = 5.0
+# The process that keeps the store takes it along, and with it the words of ranks that are slow to notice.
+HOST_LISTEN_SECONDS = 15.0
 
 
 class Failures:
@@ -33,9 +39,12 @@ class Failures:
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout = timeout
+        self.call = 0
+        """The number of the call under way or last made, from 1; 0 before the first."""
         self._hang_up = hang_up
         self._stopped = ""
         self._store: Any = dist.PrefixStore(f"partir/{name}", default_store())
+        uncaught.watch(self)
 
     def wait(self, work: Any, where: str, on_cpu: bool, direct: bool) -> None:
         """Wait for a started message.
@@ -75,26 +84,36 @@ class Failures:
                     raise RankError("another rank stopped") from None
         work.wait()
 
+    @contextmanager
+    def told(self, where: str) -> Generator[None]:
+        """Turn a connection that is lost in torch's own code into the error that says who stopped.
+
+        Args:
+            where: what is done meanwhile, for the error; by default of the call at hand.
+
+        Raises:
+            RankError: the connection was lost.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not uncaught.is_lost_connection(error):
+                raise
+            when = "" if " of call " in where else f", before call {max(self.call, 1)}"
+            raise self.failure(where + when, _first_line(error)) from error
+
     def failure(self, where: str, cause: str) -> RankError:
         """Tell the others that this rank stops, hear who else did, and return the error to raise."""
         self.report(f"stopped at {where}: {cause}")
-        told = self._listen()
-        silent = [rank for rank in range(self.num_ranks) if rank != self.rank and rank not in told]
-        message = f"rank {self.rank} stopped at {where}: {cause}."
-        if silent:
-            message += f" No word from rank {', '.join(map(str, silent))}: it died or hangs."
-        message += "".join(f"\n    rank {rank} {text}" for rank, text in sorted(told.items()))
-        return RankError(message)
+        return RankError(f"rank {self.rank} stopped at {where}: {cause}.{self.words_of_others()}")
 
     def report(self, text: str) -> None:
         """Leave word for the other ranks that this one stops, and let them feel it."""
+        if self._stopped:
+            return
         self._stopped = text
-        try:
-            self._store.set(str(self.rank), text)
-            self._store.set("any", str(self.rank))
-        except Exception:
-            # The store's own process may be the dead one; the error at hand matters more.
-            pass
+        self._ask(lambda store: store.set(str(self.rank), text))
+        self._ask(lambda store: store.set("any", str(self.rank)))
         self._hang_up()
 
     def check(self) -> None:
@@ -106,33 +125,49 @@ class Failures:
         if self._stopped:
             raise RankError(f"rank {self.rank} {self._stopped}. Its connections are closed: parallelize the model again, on every rank.")
 
+    def words_of_others(self) -> str:
+        """Return what the other ranks said, for the end of an error."""
+        told = self._listen()
+        silent = [rank for rank in range(self.num_ranks) if rank != self.rank and rank not in told]
+        text = ""
+        if self._store is None:
+            text = " The store of torch.distributed is gone, and with it the process that keeps it: rank 0, or the agent of torchrun."
+        elif silent:
+            text = f" No word from rank {', '.join(map(str, silent))}: it died or hangs."
+        return text + "".join(f"\n    rank {rank} {said}" for rank, said in sorted(told.items()))
+
     def _anyone(self) -> bool:
-        try:
-            return bool(self._store.check(["any"]))
-        except Exception:
-            return True
+        found = self._ask(lambda store: store.check(["any"]))
+        return self._store is None or bool(found)
 
     def _listen(self) -> dict[int, str]:
         told: dict[int, str] = {}
-        deadline = time.monotonic() + LISTEN_SECONDS
-        while len(told) < self.num_ranks - 1:
+        keeps_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        deadline = time.monotonic() + (HOST_LISTEN_SECONDS if keeps_store else LISTEN_SECONDS)
+        while len(told) < self.num_ranks - 1 and self._store is not None:
             for rank in range(self.num_ranks):
                 if rank != self.rank and rank not in told:
-                    text = self._read(rank)
+                    text = self._ask(lambda store, rank=rank: store.get(str(rank)) if store.check([str(rank)]) else None)
                     if text is not None:
-                        told[rank] = text
+                        told[rank] = text.decode()
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         return told
 
-    def _read(self, rank: int) -> str | None:
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Return what the store says; once it does not answer it is never asked again, for torch prints a page each time."""
+        if self._store is None:
+            return None
         try:
-            return self._store.get(str(rank)).decode() if self._store.check([str(rank)]) else None
+            return question(self._store)
         except Exception:
+            # The store's own process may be the dead one; the error at hand matters more.
+            self._store = None
             return None
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, without gloo's source line and its advice."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return re.sub(r"^\[\S+\] |\. This is typically .*", "", text.splitlines()[0]) if text else type(error).__name__

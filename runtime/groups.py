@@ -2,25 +2,31 @@
 
 `torch.distributed` orders a group by rank. A group over `z.x` is row-major over z, then x, which may be another
 order: `Group.order` says which row of a message belongs to which member.
+
+torch.distributed owns the groups: here they are held weakly, so that `destroy_process_group` ends their threads and connections
+even while a parallelized model lives.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from partir.errors import RankError
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.runtime.torch_dtensor import backend_of, dist
+from partir.runtime.torch_dtensor import backend_of, dist, hold_groups_by_name, set_timeout
 
 PARAMETER_AXES = ("data", "y", "z", "x")
+# Members of a group ask for it at the same time, so one that does not come within this has died.
+MEETING = timedelta(seconds=40)
 
 
 @dataclass(frozen=True)
@@ -28,16 +34,28 @@ class Group:
     """The ranks that differ only along some axes, as one of them sees them.
 
     Args:
-        process_group: torch's group, None for a group of one.
+        held: a weak reference to torch's group, None for a group of one.
         ranks: members, row-major over the axes in the order asked for.
         index: this rank's place among them.
         order: for each member its row in a message of the process group; empty when it is the same.
     """
 
-    process_group: Any
+    held: Callable[[], Any] | None
     ranks: tuple[int, ...]
     index: int
     order: tuple[int, ...] = ()
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's group.
+
+        Raises:
+            RankError: it was destroyed.
+        """
+        found = None if self.held is None else self.held()
+        if found is None:
+            raise RankError(f"the process group of ranks {list(self.ranks)} was destroyed: parallelize the model again, on every rank.")
+        return found
 
     @property
     def size(self) -> int:
@@ -59,7 +77,7 @@ class Group:
 
 
 # One dict for each default group, so that groups go when torch.distributed is shut down and begun anew.
-_made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Any, WeakValueDictionary[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 _redistribute = logging.getLogger("torch.distributed.tensor._redistribute")
@@ -97,14 +115,16 @@ class Groups:
             ranks = self.mesh.group(self.rank, key)
             ordered = sorted(ranks)
             order = () if ordered == list(ranks) else tuple(ordered.index(rank) for rank in ranks)
-            made = self._process_group(ranks) if len(ranks) > 1 else None
+            made = ref(self._process_group(ranks)) if len(ranks) > 1 else None
             self._groups[key] = Group(made, ranks, ranks.index(self.rank), order)
         return self._groups[key]
 
-    def control(self) -> Group:
-        """Return the group of all ranks whose messages stay on the CPU."""
+    def control(self, purpose: str = "") -> Group:
+        """Return the group of all ranks whose messages stay on the CPU; what another purpose sends does not come between."""
         ranks = tuple(range(self.mesh.size))
-        return Group(self._process_group(ranks, "gloo") if len(ranks) > 1 else None, ranks, self.rank)
+        if len(ranks) == 1:
+            return Group(None, ranks, self.rank)
+        return Group(ref(self._process_group(ranks, "gloo", self._time_to_meet(), purpose)), ranks, self.rank)
 
     def device_mesh(self, layout: Layout | None = None) -> DeviceMesh:
         """Return the DeviceMesh on which ``layout`` is plain `Shard` placements; by default the parameters' one."""
@@ -113,14 +133,20 @@ class Groups:
             self._device_meshes[names] = self._make_device_mesh(names)
         return self._device_meshes[names]
 
+    def _time_to_meet(self) -> timedelta:
+        """Return how long to wait for all ranks: where the default group could not meet, scripts may come long after one another."""
+        return MEETING if "gloo" in str(dist.get_backend_config()) else self.timeout
+
     def hang_up(self) -> None:
         """Close this rank's connections, so that nobody waits for it; its groups are made anew when asked for.
 
         gloo has no abort, but a receive whose wait runs out closes the connection.
         """
-        made = _made.get(dist.group.WORLD, {})
-        for key in list(made):
-            process_group = made.pop(key)
+        made = _made.get(dist.group.WORLD) if dist.is_initialized() else None
+        left = [] if made is None else list(made.items())
+        if made is not None:
+            made.clear()
+        for key, process_group in left:
             if self.device.type == "cpu" or key[1] == "gloo":
                 _close_pairs(process_group)
         self._groups.clear()
@@ -129,16 +155,20 @@ class Groups:
         ranks = torch.arange(self.mesh.size, dtype=torch.int).view(self.mesh.sizes)
         ranks = ranks.permute([self.mesh.names.index(name) for name in names]).contiguous()
         members = [self._process_group(self.mesh.group(self.rank, (name,))) for name in names]
-        return DeviceMesh.from_group(members, self.device.type, ranks, mesh_dim_names=names)
+        device_mesh = DeviceMesh.from_group(members, self.device.type, ranks, mesh_dim_names=names)
+        hold_groups_by_name(device_mesh)
+        return device_mesh
 
-    def _process_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
-        made = _made.setdefault(dist.group.WORLD, {})
-        key = (tuple(sorted(ranks)), backend, self.timeout)
-        if key not in made:
-            made[key] = dist.new_group(
-                sorted(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
-            )
-        return made[key]
+    def _process_group(self, ranks: Sequence[int], backend: str | None = None, meeting: timedelta = MEETING, purpose: str = "") -> Any:
+        made = _made.setdefault(dist.group.WORLD, WeakValueDictionary())
+        key = (tuple(sorted(ranks)), backend, self.timeout, purpose)
+        found = made.get(key)
+        if found is None:
+            limit = min(meeting, self.timeout)
+            found = dist.new_group(sorted(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+            set_timeout(found, self.timeout)
+            made[key] = found
+        return found
 
 
 def _close_pairs(process_group: Any) -> None:

@@ -26,6 +26,8 @@ from partir.errors import LayoutError, PartirError
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.runtime.groups import Groups
+from partir.runtime.held_blocks import mesh_of
+from partir.runtime.initial_blocks import awaits_values, hand_on, initial_block
 from partir.runtime.torch_dtensor import dist, lay_again, local_of, make_dtensor, make_spec, parameters_of, spec_of
 
 BROADCAST_BYTES = 32 * 2**20
@@ -92,7 +94,7 @@ class Parameters:
 
     def distribute(self, model: nn.Module) -> None:
         """Replace parameters by DTensors that hold the whole value of rank 0, and copy rank 0's buffers."""
-        self._broadcast([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()])
+        self._broadcast([t.detach() for t in [*model.parameters(), *model.buffers()] if not awaits_values(t)])
         device_mesh, made = self.groups.device_mesh(), dict[int, nn.Parameter]()
         for module in model.modules():
             for name, parameter in list(parameters_of(module).items()):
@@ -112,21 +114,24 @@ class Parameters:
             raise PartirError("a parameter was replaced by a plain tensor after parallelize; assign values with copy_.")
         layout = Layout(layout.dtype, layout.dims, owner=layout.owner).strip(self.mesh)
         known = getattr(parameter, "partir_layout", None)
+        if known not in (None, layout):
+            raise LayoutError(f"a parameter is laid out {known}; a later program wants {layout}.")
         if known is not None:
-            if known != layout:
-                raise LayoutError(f"a parameter is laid out {known}; a later program wants {layout}.")
             return
         spec = layout_spec(layout, parameter.dtype, self.groups.device_mesh())
         with torch.no_grad():
-            block = shard(parameter.full_tensor().detach(), layout, self.mesh, self.rank)
-            local = block.clone(memory_format=torch.contiguous_format)
+            local = initial_block(parameter, layout, self.mesh, self.rank)
+            if local is None:
+                local = _clone(shard(parameter.full_tensor().detach(), layout, self.mesh, self.rank))
         lay_again(parameter, local, spec)
         cast(Any, parameter).partir_layout = layout
 
     def _replicated(self, parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
         whole = parameter.detach()
         spec = make_spec(tuple(whole.shape), whole.dtype, device_mesh, (Replicate(),) * device_mesh.ndim)
-        return nn.Parameter(make_dtensor(whole, spec), requires_grad=parameter.requires_grad)
+        made = nn.Parameter(make_dtensor(whole, spec), requires_grad=parameter.requires_grad)
+        hand_on(parameter, made)
+        return made
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors by rank 0's, many in one message."""
@@ -175,7 +180,7 @@ def full_tensor(parameter: Tensor, like: Tensor | None = None) -> Tensor:
     if whole is None:
         return _full_diagonal(parameter, cast(Layout, layout))
     whole = whole.detach()
-    return whole if layout is None else _original_order(whole, layout, _mesh_of(parameter))
+    return whole if layout is None else _original_order(whole, layout, mesh_of(parameter.device_mesh))
 
 
 def full_gradient(parameter: Tensor) -> Tensor | None:
@@ -208,17 +213,11 @@ class _Laid:
 def _own_block(whole: Tensor, layout: Layout | None, device_mesh: DeviceMesh) -> Tensor:
     if layout is None:
         return whole.clone()
-    return shard(whole, layout, Mesh.parse(_named_sizes(device_mesh)), dist.get_rank()).clone(
-        memory_format=torch.contiguous_format
-    )
+    return _clone(shard(whole, layout, mesh_of(device_mesh), dist.get_rank()))
 
 
-def _named_sizes(device_mesh: DeviceMesh) -> dict[str, int]:
-    return dict(zip(cast("tuple[str, ...]", device_mesh.mesh_dim_names), device_mesh.shape))
-
-
-def _mesh_of(t: DTensor) -> Mesh:
-    return Mesh.parse(_named_sizes(t.device_mesh))
+def _clone(block: Tensor) -> Tensor:
+    return block.clone(memory_format=torch.contiguous_format)
 
 
 def _original_order(stored: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -241,7 +240,7 @@ def _original_dim(stored: Tensor, index: int, dim: Dim, mesh: Mesh) -> Tensor:
 
 
 def _full_diagonal(t: DTensor, layout: Layout) -> Tensor:
-    mesh = _mesh_of(t)
+    mesh = mesh_of(t.device_mesh)
     block = local_block(t, layout, mesh, dist.get_rank()).contiguous()
     blocks = [torch.empty_like(block) for _ in range(mesh.size)]
     if mesh.size == 1:

@@ -51,6 +51,7 @@ class LockstepGraph:
         results = cast("tuple[Node | None, ...]", module.graph.output_node().args[0])
         last_use = _last_uses(nodes)
         self._num_registers = len(nodes)
+        self._names = [node.name for node in nodes]
         self._inputs = [registers[node] for node in nodes if node.op == "placeholder"]
         self._unread = [registers[node] for node in nodes if node.op == "placeholder" and not node.users]
         self._results = [None if node is None else registers[node] for node in results]
@@ -66,15 +67,20 @@ class LockstepGraph:
             if node.op not in ("placeholder", "output")
         ]
 
-    def run(self, columns: Sequence[Column]) -> list[Column | None]:
+    def run(self, columns: Sequence[Column], look: Callable[[str, Column], None] | None = None) -> list[Column | None]:
         """Return the columns of the results, given those of the placeholders.
 
         The caller's list is not kept, so that a column which it drops is free after its last use.
+
+        Args:
+            look: is shown the name and column of each value.
         """
         assert len(columns) == len(self._inputs), "one column for each placeholder"
         registers: list[Column | None] = [None] * self._num_registers
         for register, column in zip(self._inputs, columns, strict=True):
             registers[register] = column
+            if look is not None:
+                look(self._names[register], column)
         for register in self._unread:
             if register not in self._results:
                 registers[register] = None
@@ -84,6 +90,8 @@ class LockstepGraph:
                 registers[step.register] = step.run([cast(Column, registers[read]) for read in step.reads])
             except Exception as error:
                 raise _located(error, step.node) from error
+            if look is not None:
+                look(step.node.name, cast(Column, registers[step.register]))
             for register in step.frees:
                 registers[register] = None
         return [None if register is None else registers[register] for register in self._results]

@@ -21,6 +21,7 @@ from partir.blocks import gather, shard
 from partir.errors import PartirError, VerifyError
 from partir.layout import Layout
 from partir.mesh import Mesh
+from partir.non_finite import Held, held
 from partir.pads import cut, extend
 from partir.program import Program, Slot
 from partir.runtime.derivatives import first_derivative_only
@@ -98,6 +99,17 @@ class SimulatedProgram:
             {slot.name: column for slot, column in zip(self.program.outputs, outputs, strict=True)},
             dict(zip(self.saved_names, saved, strict=True)),
         )
+
+    def look_at_nodes(self, *wholes: Tensor) -> dict[str, list[Held | None]]:
+        """Run the forward and return what each value holds on each rank."""
+        seen: dict[str, list[Held | None]] = {}
+
+        def look(name: str, column: Column) -> None:
+            seen[name] = [held(value) for value in column]
+
+        with plain_execution(wholes):
+            self._forward.run(self._shard_inputs(wholes), look)
+        return seen
 
     def gradient_blocks(self, saved: Sequence[Column], tangents: Sequence[Tensor]) -> dict[str, Column]:
         """Run the backward and return each differentiable input's gradient, a block a rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,19 @@ def default_store() -> Any:
 def backend_of(process_group: Any, device: torch.device) -> Any:
     """Return what moves a device's tensors in a group."""
     return process_group._get_backend(device)
+
+
+def hold_groups_by_name(device_mesh: DeviceMesh) -> None:
+    """Let a DeviceMesh find its groups by name, so that they end with `destroy_process_group` and not with the last DTensor.
+
+    torch reads what is cleared here only while torch.compile traces.
+    """
+    cast(Any, device_mesh)._pg_registry.clear()
+
+
+def set_timeout(process_group: Any, timeout: timedelta) -> None:
+    """Give a group another timeout than the one it was made with."""
+    dist.distributed_c10d._set_pg_timeout(timeout, process_group)
 
 
 def make_spec(shape: tuple[int, ...], dtype: torch.dtype, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensorSpec:

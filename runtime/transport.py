@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partir.errors import PartirError
 from partir.runtime import record
 from partir.runtime.failures import Failures
 from partir.runtime.groups import Group, backend_name
@@ -31,6 +32,23 @@ from partir.runtime.torch_dtensor import dist
 
 EXCHANGE_BELOW_BYTES = 65536
 NATIVE_REDUCE_FROM_BYTES = 4 * 2**20
+
+
+_SIZED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+REDUCIBLE = {"gloo": (*_SIZED, torch.int16, torch.complex64, torch.complex128), "nccl": (*_SIZED, torch.complex64, torch.complex128)}
+
+
+def check_reducible(backend: str, dtype: torch.dtype, where: str, line: str) -> None:
+    """Refuse a sum between ranks in a dtype that the backend has no sum for, before anything runs.
+
+    Raises:
+        PartirError: names the collective and the user's line.
+    """
+    legal = REDUCIBLE.get(backend)
+    if legal is not None and dtype not in legal:
+        names = ", ".join(str(each) for each in legal)
+        law = f"{backend} cannot add up {dtype}, only {names}"
+        raise PartirError(f"{line}: {where}: {law}. Give reduce_dtype=torch.float32, or cast first.")
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,8 @@ class Call:
         stage: "forward" or "backward".
         node: its name in the graph.
         counted: whether `record_communication` counts it.
+        line: the user's line that it serves.
+        label: what to call it where it is no node of a program.
     """
 
     op: str
@@ -49,9 +69,15 @@ class Call:
     stage: str
     node: str
     counted: bool = True
+    line: str = ""
+    label: str = ""
 
-    def __str__(self) -> str:
-        return f"%{self.node} = {self.op}(axis={self.axis}) of the {self.stage}"
+    def in_call(self, number: int) -> str:
+        """Return where a rank is: the node, the call, and the user's line."""
+        if self.label:
+            return f"{self.label}, before call {max(number, 1)}"
+        where = f"%{self.node} = {self.op}(axis={self.axis}) of the {self.stage} of call {number}"
+        return f"{where}, {self.line}" if self.line else where
 
 
 @dataclass
@@ -89,7 +115,8 @@ class Transport:
     def wait(self, pending: Pending) -> Any:
         """Wait for a message and return its result."""
         for work in pending.works:
-            self.failures.wait(work, str(pending.call), on_cpu=self.device.type == "cpu", direct=pending.direct)
+            where = pending.call.in_call(self.failures.call)
+            self.failures.wait(work, where, on_cpu=self.device.type == "cpu", direct=pending.direct)
         return pending.finish()
 
     def gather_rows(self, t: Tensor, group: Group, call: Call) -> Pending:

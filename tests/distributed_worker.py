@@ -31,16 +31,19 @@ class RankReport:
     exit_code: int | None
 
 
-def run_world(num_ranks: int, checks: Sequence[tuple[str, str]], timeout: float) -> list[RankReport]:
+def run_world(
+    num_ranks: int, checks: Sequence[tuple[str, str]], timeout: float, preload: Sequence[str] = PRELOADED
+) -> list[RankReport]:
     """Run functions on every rank, in order, each taking the rank.
 
     Args:
         num_ranks: processes to start.
         checks: (module, name) of each function.
         timeout: seconds after which every process is ended.
+        preload: modules that the processes start with; only the first world of this process has a say.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(preload))
     port = _free_port()
     pipes: list[Connection] = []
     processes: list[Any] = []

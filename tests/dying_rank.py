@@ -26,7 +26,7 @@ def check_survivors_are_told(rank: int) -> None:
     except RankError as error:
         text = str(error)
         assert time.monotonic() - began < 30, text
-        assert f"rank {rank} stopped at %" in text and "of the backward" in text, text
+        assert f"rank {rank} stopped at %" in text and "of the backward of call " in text, text
         assert f"No word from rank {DEAD}" in text, text
         return
     raise AssertionError(f"rank {rank} was not told")

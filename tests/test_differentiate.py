@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 from partir.errors import PartirError, VerifyError
 from partir.layout import Layout
 from partir.mesh import Mesh, use_mesh
-from partir.passes import aot
+from partir.passes import aot, compose_joint
+from partir.passes.call_formulas import Spec, Unwritten, write_formula
 from partir.passes.differentiate import Differentiated, differentiate
 from partir.passes.node_facts import collective, is_view
 from partir.passes.share_gathers import share_gathers
@@ -38,6 +39,10 @@ def collectives(module: GraphModule | None) -> list[tuple[str, str]]:
     ]
 
 
+def cannot_be_written(*_: Any) -> Any:
+    raise Unwritten("on purpose")
+
+
 def last(hand: HandLowered) -> Node:
     return list(hand.graph.nodes)[-1]
 
@@ -47,8 +52,11 @@ def linear_derived(memory: str, mesh: Mesh = MESH) -> Differentiated:
     return derive(hand, [(last(hand), "f64[48@x.z, 36@y]")], memory)
 
 
-def test_aot_contract() -> None:
-    """What ``passes/aot.py`` relies on in torch: names, order, origins and tags of the joint graph."""
+@pytest.mark.parametrize("composed", [True, False])
+def test_aot_contract(composed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both ways of ``passes/aot.py`` give: names, order, origins and tags of the joint graph."""
+    if not composed:
+        monkeypatch.setattr(aot, "compose_joint", cannot_be_written)
     hand = one_linear(MESH)
     whole = hand.call(aten.sum.default, last(hand))
     module, inputs, outputs = hand.finish(
@@ -65,6 +73,29 @@ def test_aot_contract() -> None:
     products = [node for node in joint.graph.nodes if node.target is aten.mm.default]
     assert [aot.origin(node) for node in products] == ["linear_default"] * 3
     assert [aot.is_backward(node) for node in products] == [False, True, True]
+
+
+def test_equal_calls_share_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers of one shape are differentiated as one; only where the gradient lies otherwise is a formula written again."""
+    written: list[Any] = []
+    original = compose_joint.write_formula
+    monkeypatch.setattr(compose_joint, "write_formula", lambda run, *rest: written.append(rest) or original(run, *rest))
+    counts: list[int] = []
+    for depth in (3, 12):
+        hand = HandLowered(MESH)
+        value = hand.input("x", "f64[48@x.y, 24@z]")
+        for number in range(depth):
+            value = hand.call(aten.tanh.default, value) if number % 2 else hand.call(aten.sigmoid.default, value)
+        written.clear()
+        derive(hand, [(value, "f64[48@x.y, 24@z]")])
+        counts.append(len(written))
+    assert counts == [2, 2]
+
+
+def test_a_formula_that_writes_in_place_is_left_to_autograd() -> None:
+    operands = [Spec.of(torch.empty(3), needs_gradient=True)]
+    with pytest.raises(Unwritten, match=r"aten.zero_.default writes in place"):
+        write_formula(lambda reads: (reads[0] * 2).clone().zero_(), operands, None)
 
 
 def test_backward_of_a_linear_is_algorithm_2() -> None:

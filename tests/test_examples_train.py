@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,16 @@ def test_a_mesh_that_does_not_exist(mesh: str, message: str) -> None:
     done = run("--mesh", mesh)
     assert done.returncode != 0
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_clipping_and_accumulation_of_a_hugging_face_model(tmp_path: Path) -> None:
+    sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 256, **sizes}))
+    done = run("--mesh", "2,1,2", "--compare", "--hf-config", str(tmp_path / "config.json"), "--clip", "0.5", "--accumulate", "2")
+    assert done.returncode == 0, done.stderr
+    difference = float(done.stdout.split("largest difference of the two losses in 3 steps: ")[1].splitlines()[0])
+    assert difference < 1e-5  # transformers computes the loss in float32
+
+
+def test_micro_batches_that_do_not_divide() -> None:
+    assert "--accumulate 3 does not divide --batch 4 into equal micro-batches" in run("--accumulate", "3").stderr

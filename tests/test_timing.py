@@ -213,5 +213,5 @@ def _step(node: torch.fx.Node) -> tuple[str, str]:
 
 def test_shipped_profiles_time_a_model() -> None:
     plan = gpt_plan((2, 2, 2))
-    seconds = {name: plan.time(load_hardware(name)).seconds for name in ("longhorn-v100", "dgx-a100", "dgx-h100", "mi250x-node")}
+    seconds = {name: plan.time(load_hardware(name)).compute for name in ("longhorn-v100", "dgx-a100", "dgx-h100", "mi250x-node")}
     assert seconds["longhorn-v100"] > seconds["dgx-h100"]

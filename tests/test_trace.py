@@ -284,11 +284,6 @@ def hooks(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def casts(x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return x @ x
-
-
 def straight_through(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     with torch.no_grad():
@@ -304,7 +299,6 @@ def straight_through(x: torch.Tensor) -> torch.Tensor:
         (chooses, "control flow, Python numbers and shapes", "x[x > 0]"),
         (lambda x: Doubled.apply(x.clone()), "torch.autograd.Function `Doubled`: it writes into its input in place", "Doubled.apply("),
         (hooks, "register_hook on a tensor inside forward", "y.register_hook("),
-        (casts, "autocast inside forward is not supported", ""),
         (lambda x: x.mul_(2), "forward writes into the input `args[0]` in place", ""),
         (straight_through, "writes under no_grad into a value that has a gradient", ""),
         (lambda x: None, "forward returns no tensor, but None", ""),
@@ -362,11 +356,6 @@ def test_state_that_is_no_buffer_is_refused() -> None:
     with pytest.raises(TraceError, match="assigns the tensor attribute `state`, which is not a buffer"):
         trace(model, (torch.ones(2),))
     assert model.state is before
-
-
-def test_ambient_autocast_is_refused() -> None:
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TraceError, match="autocast is on for cpu"):
-        trace(nn.Linear(2, 2), (torch.ones(1, 2),))
 
 
 def test_checkpointed_modules_trace() -> None:

@@ -1,0 +1,187 @@
+"""Write down the formula of one call: the ATen ops that it is and those of its backward, as torch runs them on fake tensors.
+
+    aten.linear(f32[16, 8], f32[4, 8])         forward   %t = aten.t(#1); %c = aten.mm(#0, %t)
+    both need a gradient                 ->    backward  %1 = aten.mm(tangent, aten.t(%t)); %2 = aten.t(aten.mm(aten.t(tangent), #0))
+
+Nothing but shapes, strides, dtypes and the call's other arguments enters, so that one formula serves every call that agrees in those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+SIDE_EFFECTS = frozenset({torch.ops.aten._linalg_check_errors.default})
+
+
+class Unwritten(Exception):
+    """A formula cannot be written down call by call: it writes in place, or reads a tensor made elsewhere."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of a formula: an operand (``call`` -1), a tangent (-2), or a result of one of its calls."""
+
+    call: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op of a formula, with a Ref for each tensor among its arguments."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: Any
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Formula:
+    """How one call runs and is differentiated.
+
+    Args:
+        calls: its ops, those of the backward last.
+        results: of the call, in order.
+        requires_grad: which of them have a gradient.
+        gradients: of the operands; None where there is none.
+        given: the gradient of each result that it was written for.
+    """
+
+    calls: tuple[Call, ...]
+    results: tuple[Ref, ...]
+    requires_grad: tuple[bool, ...]
+    gradients: tuple[Ref | None, ...]
+    given: tuple[Spec | None, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a formula may depend on of a tensor: everything but its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needs_gradient: bool
+
+    @classmethod
+    def of(cls, value: Tensor, needs_gradient: bool = False) -> Spec:
+        """Return a fake tensor's.
+
+        Raises:
+            Unwritten: it is a lazy conjugate or negative.
+        """
+        if value.is_conj() or value.is_neg():
+            raise Unwritten("a lazy conjugate")
+        return cls(tuple(value.shape), value.stride(), value.dtype, value.device, needs_gradient)
+
+    def make(self) -> Tensor:
+        """Return a tensor like this, in the present fake mode."""
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return empty.requires_grad_(self.needs_gradient)
+
+
+Given = tuple[Spec | None, ...]
+"""Of the gradient given for each result; None for none."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what runs below autograd."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.calls: list[Call] = []
+        self.backward = False
+        self._refs: dict[int, Ref] = {}
+        self._alive: list[Tensor] = []  # an id is a tensor's as long as it lives
+        self.know(operands, -1)
+
+    def know(self, tensors: Sequence[Tensor], call: int) -> None:
+        """Note what tensors are; one that is known keeps its first name."""
+        for place, tensor in enumerate(tensors):
+            self._refs.setdefault(id(tensor), Ref(call, place))
+        self._alive += tensors
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return what a tensor is in the formula."""
+        found = self._refs.get(id(tensor))
+        if found is None:
+            raise Unwritten("a formula reads a tensor that none of its calls has made")
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        results = tensors_of(result)
+        if not results and func not in SIDE_EFFECTS:
+            return result
+        if func._schema.is_mutable:
+            raise Unwritten(f"{func} writes in place")
+        written = map_tensors(self.ref, (args, kwargs or {}))
+        self.calls.append(Call(func, written[0], written[1], result, self.backward))
+        self.know(results, len(self.calls) - 1)
+        return result
+
+
+def write_formula(run: Callable[[Sequence[Tensor]], Any], specs: Sequence[Spec], given: Given | None) -> Formula:
+    """Run a call and its backward on fake tensors.
+
+    Args:
+        run: the call, of its tensor operands.
+        specs: of the operands.
+        given: of the gradients of its results; None for a contiguous one of each that can have one.
+
+    Raises:
+        Unwritten: it cannot be written down.
+    """
+    operands = [spec.make() for spec in specs]
+    recorder = _Recorder(operands)
+    with torch.enable_grad(), recorder:
+        results = tensors_of(run(operands))
+    needs = tuple(result.requires_grad for result in results)
+    if given is None:
+        given = tuple(_contiguous(result) if need else None for result, need in zip(results, needs, strict=True))
+    tangents = [None if spec is None else spec.make() for spec in given]
+    recorder.know([t for t in tangents if t is not None], -2)
+    gradients = _backward(recorder, operands, results, tangents)
+    refs = tuple(None if gradient is None else recorder.ref(gradient) for gradient in gradients)
+    calls = tuple(Call(c.target, c.args, c.kwargs, map_tensors(Tensor.detach, c.value), c.backward) for c in recorder.calls)
+    return Formula(calls, tuple(map(recorder.ref, results)), needs, refs, given)
+
+
+def _backward(
+    recorder: _Recorder, operands: Sequence[Tensor], results: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    pairs = [(result, tangent) for result, tangent in zip(results, tangents, strict=True) if tangent is not None]
+    asked = [operand for operand in operands if operand.requires_grad]
+    if not pairs or not asked:
+        return [None] * len(operands)
+    recorder.backward = True
+    with recorder:
+        found = iter(torch.autograd.grad([r for r, _ in pairs], asked, [t for _, t in pairs], allow_unused=True))
+    return [next(found) if operand.requires_grad else None for operand in operands]
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """Return the tensors of a call's result, in order."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _contiguous(like: Tensor) -> Spec:
+    return Spec.of(torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a nested value with each of its tensors replaced."""
+
+    def replace(leaf: Any) -> Any:
+        return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(replace, value)
