@@ -45,7 +45,7 @@ class LengthBuckets:
     dim: int
     mask: str | None
     _proved: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    _included: dict[int, dict[int, bool]] = field(default_factory=dict[int, dict[int, bool]])
+    _included: dict[tuple[Any, int], bool] = field(default_factory=dict[tuple[Any, int], bool])
 
     def size_of(self, length: int) -> int:
         """Return the compiled length for a length.
@@ -124,11 +124,11 @@ class LengthBuckets:
         return found
 
     def _includes(self, state: Parallelized, model: nn.Module, proved: Any, length: int) -> bool:
-        known = self._included.setdefault(id(proved), {})
-        if length not in known:
+        """Return whether a length may be padded to the one that was proved; each is asked for once."""
+        if (proved, length) not in self._included:
             with ordinary_tensors():
-                known[length] = state.includes(model, proved, length)
-        return known[length]
+                self._included[proved, length] = state.includes(model, proved, length)
+        return self._included[proved, length]
 
 
 def _cut(t: Tensor, dims: Sequence[int], length: int) -> Tensor:

@@ -33,6 +33,8 @@ from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
 from partir.signature import layout_of_dtensor, signature
 
+Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
 
 @dataclass(frozen=True)
 class Compiler:
@@ -101,13 +103,7 @@ class Parallelized:
         """Run the module, padded where `length_buckets` is open."""
         return self.run(model, args, kwargs) if self.lengths is None else self.lengths.call(self, model, args, kwargs)
 
-    def run(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        change: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
-    ) -> Any:
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change | None = None) -> Any:
         """Compile if the signature is new, then run the program and rebuild what forward returns, each tensor changed if asked."""
         leaves, structure = self.compiler.flatten(args, kwargs)
         with ordinary_tensors():

@@ -77,6 +77,7 @@ def named(node: Node) -> dict[str, Any]:
 
 
 def _same(a: object, b: object, twins: Mapping[Node, Node]) -> bool:
+    same_kind = type(a) is type(b)  # 1 is not 1.0
     if isinstance(a, Node) and isinstance(b, Node):
         return twins[b] is a
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -85,8 +86,7 @@ def _same(a: object, b: object, twins: Mapping[Node, Node]) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         left, right = cast("dict[Any, Any]", a), cast("dict[Any, Any]", b)
         return list(left) == list(right) and _same([*left.values()], [*right.values()], twins)
-    kinds: list[Any] = [cast(Any, one).__class__ for one in (a, b)]
-    return kinds[0] is kinds[1] and a == b
+    return same_kind and a == b
 
 
 def name_of(node: Node) -> str:

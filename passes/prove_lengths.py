@@ -63,7 +63,7 @@ class Lengths:
         return [prime for prime in PRIMES if prime < length and all(size % prime for size in stay)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Proved:
     """What was proved of a call.
 

@@ -142,7 +142,7 @@ def test_a_failed_compilation_leaves_the_module_usable() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory": "tiny"}, "memory='tiny' is not understood; choose from 'low', 'fast'."),
+        ({"memory": "tiny"}, "memory='tiny' is not understood; choose from 'low', 'fast', or a number of bytes, \"40GB\"."),
         ({"outputs": "none"}, "outputs='none' is not understood; choose from 'auto', 'whole', 'sharded'."),
         ({"check_inputs": "often"}, "check_inputs='often' is not understood"),
     ],

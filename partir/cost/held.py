@@ -19,7 +19,8 @@ class ActualSizes:
 
     def numels(self, node: Node) -> tuple[Monomial, ...]:
         """Return the number of elements of each result of a node."""
-        return tuple(Monomial.of(result.numel()) for result in cast("tuple[object, ...]", results_of(node)) if isinstance(result, torch.Tensor))
+        results = cast("tuple[object, ...]", results_of(node))
+        return tuple(Monomial.of(result.numel()) for result in results if isinstance(result, torch.Tensor))
 
 
 def peak_bytes(program: Program) -> int:
