@@ -161,7 +161,7 @@ def load_checkpoint(
     attempt(session, f"loading {source}", lambda: _fill(model, optimizer, source, plan))
     facts = plan.facts
     if restore_seed:
-        torch.manual_seed(facts["seed"])
+        cast(Any, torch).manual_seed(facts["seed"])
     if isinstance(model, ParallelModule):
         parallelized(model).calls = facts["calls"]
     names = plan.names

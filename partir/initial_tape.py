@@ -134,7 +134,7 @@ def _run(module: nn.Module) -> None:
             _call(getattr(module, reset), f"{name}.{reset}")
             break
     if callable(own):
-        _call(lambda: module.apply(own), f"{name}._init_weights")
+        _call(lambda: module.apply(cast(Any, own)), f"{name}._init_weights")
 
 
 def _call(function: Callable[[], Any], name: str) -> None:

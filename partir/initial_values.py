@@ -85,7 +85,7 @@ class InitialValues:
         if not is_owner(layout, mesh, rank):
             return torch.empty((0,) * max(fake.dim(), 1), dtype=fake.dtype, device=device)
         if steps is None:
-            with cast(Any, torch.random.fork_rng)([]):
+            with cast(Any, torch.random).fork_rng([]):
                 found = _replay(self.tape.steps_of(fake), fake, self.seed)
             return shard(found, layout, mesh, rank).to(device, copy=True).contiguous()
         block = torch.empty(layout.local_shape(mesh), dtype=fake.dtype, device=device)

@@ -22,20 +22,19 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_loader import load as load_entries
-from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 
 from partir.errors import CheckpointError
 from partir.pieces import Block
 from partir.runtime.checkpoint_planners import BlockLoadPlanner, BlockSavePlanner, Entries
 
 # torch.distributed.checkpoint has partly unknown types throughout.
-dcp_load, dcp_save, dcp_async_save = cast(Any, load_entries), cast(Any, save_entries), cast(Any, async_save)
+_loader, _saver = cast(Any, state_dict_loader), cast(Any, state_dict_saver)
+dcp_load, dcp_save, dcp_async_save = _loader.load, _saver.save, _saver.async_save
 
 MANIFEST = "checkpoint.json"
 FACTS = "facts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import distributed_checks, evaluation_checks, model_checks, module_checks
+from tests import distributed_checks, evaluation_checks, model_checks, module_checks, training_checks
 from tests.distributed_worker import RankReport, run_world
 from tests.dying_rank import DEAD
 
@@ -13,6 +13,7 @@ MODULES = {
     "tests.module_checks": module_checks,
     "tests.evaluation_checks": evaluation_checks,
     "tests.model_checks": model_checks,
+    "tests.training_checks": training_checks,
 }
 CHECKS = [(module, name) for module, found in MODULES.items() for name in vars(found) if name.startswith("check_")]
 
