@@ -51,12 +51,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.0, help="the largest norm of the gradients (default: no limit)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--memory", choices=["low", "fast"], default="low", help="keep shards, or what was gathered")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float64", "bfloat16"], default="float32", help="bfloat16 computes in it, on float32 parameters"
+    )
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="folder of --save-every and --resume")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between two checkpoints (default: none)")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, on whatever mesh it was made")
     parser.add_argument("--compare", action="store_true", help="train the single-device twin beside it")
     parser.add_argument("--out", type=Path, help="folder for plan.txt, graph.dot, graph.svg and loss.png")
     arguments = parser.parse_args()
     if arguments.accumulate < 1 or arguments.batch % arguments.accumulate:
         parser.error(f"--accumulate {arguments.accumulate} does not divide --batch {arguments.batch} into equal micro-batches")
+    if arguments.compare and (arguments.resume or arguments.dtype == "bfloat16"):
+        parser.error("--compare is of a run from its first step, in float32 or float64: leave out --resume and bfloat16")
     return arguments
 
 
@@ -96,28 +103,41 @@ def write_plan(plan: partir.Plan, folder: Path) -> None:
         subprocess.run(["dot", "-Tsvg", str(graph), "-o", str(graph.with_suffix(".svg"))], check=True)
 
 
+def resume(trainee: Trainee, folder: Path) -> int:
+    """Load the latest checkpoint and return the number of steps that it has behind it."""
+    found = partir.latest_checkpoint(folder)
+    if found is None:
+        raise SystemExit(f"--resume: no complete checkpoint is in {folder}.")
+    return partir.load_checkpoint(trainee.model, trainee.optimizer, found).step
+
+
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
     mesh = arguments.mesh
     corpus = read_corpus()
-    batches = draw_batches(corpus, arguments.steps, arguments.batch, arguments.seq)
+    compute_dtype = torch.bfloat16 if arguments.dtype == "bfloat16" else None
+    options = {"memory": arguments.memory, "compute_dtype": compute_dtype, "reduce_dtype": None if compute_dtype is None else torch.float32}
 
-    model = build_model(arguments).to(device, getattr(torch, arguments.dtype))
+    model = build_model(arguments).to(device, torch.float64 if arguments.dtype == "float64" else torch.float32)
     twin = copy.deepcopy(model) if arguments.compare and is_first_rank() else None
     if is_first_rank():
         size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{size:,} parameters, {len(corpus):,} bytes of source, mesh {mesh}, {device}")
     if arguments.out is not None and is_first_rank():
         ids = torch.zeros(arguments.batch // arguments.accumulate, arguments.seq, dtype=torch.long, device=device)
-        write_plan(partir.plan(model, mesh, (ids,), {"labels": ids.clone()}, memory=arguments.memory), arguments.out)
+        write_plan(partir.plan(model, mesh, (ids,), {"labels": ids.clone()}, **options), arguments.out)
 
-    model = partir.parallelize(model, mesh=mesh, memory=arguments.memory)
+    model = partir.parallelize(model, mesh=mesh, **options)
     how = {"lr": arguments.lr, "clip": arguments.clip, "accumulate": arguments.accumulate}
     trainees = [Trainee(f"mesh {mesh}", model, **how)]
     if twin is not None:
         trainees.append(Trainee("one device", twin, **how, eager=True))
 
+    first = resume(trainees[0], arguments.checkpoints) if arguments.resume else 0
+    batches = draw_batches(corpus, first, arguments.steps, arguments.batch, arguments.seq)
     start = time.perf_counter()
-    train(trainees, batches, arguments.steps, device)
+    for step in train(trainees, batches, first, arguments.steps, device):
+        if arguments.save_every and step % arguments.save_every == 0:
+            partir.save_checkpoint(model, trainees[0].optimizer, arguments.checkpoints / f"step_{step}", step=step)
     if not is_first_rank():
         return
     report(trainees, time.perf_counter() - start)

@@ -27,12 +27,13 @@ def read_corpus() -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8).long()
 
 
-def draw_batches(corpus: Tensor, steps: int, batch: int, seq: int) -> Iterator[Tensor]:
-    """Yield `steps` batches of ids `[batch, seq]`, the same on every rank."""
+def draw_batches(corpus: Tensor, first: int, steps: int, batch: int, seq: int) -> Iterator[Tensor]:
+    """Yield the batches of ids `[batch, seq]` from step `first` to `steps`, the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
+    for step in range(steps):
         starts = torch.randint(len(corpus) - seq, (batch, 1), generator=generator)
-        yield corpus[starts + torch.arange(seq)]
+        if step >= first:
+            yield corpus[starts + torch.arange(seq)]
 
 
 @dataclass
@@ -78,16 +79,17 @@ class Trainee:
         return loss.item()
 
 
-def train(trainees: list[Trainee], batches: Iterator[Tensor], steps: int, device: torch.device) -> None:
-    """Give every trainee the same batches, with a progress bar and ten lines of losses."""
-    bar = tqdm(batches, total=steps, unit="step", disable=not is_first_rank())
-    for step, ids in enumerate(bar, start=1):
+def train(trainees: list[Trainee], batches: Iterator[Tensor], first: int, steps: int, device: torch.device) -> Iterator[int]:
+    """Give every trainee the same batches, with a progress bar and ten lines of losses; yield the number of each step made."""
+    bar = tqdm(batches, initial=first, total=steps, unit="step", disable=not is_first_rank())
+    for step, ids in enumerate(bar, start=first + 1):
         for trainee in trainees:
             trainee.step(ids.to(device))
         losses = {trainee.name: f"{trainee.losses[-1]:.6f}" for trainee in trainees}
         bar.set_postfix(losses, refresh=False)
-        if is_first_rank() and (step == 1 or step % max(1, steps // 10) == 0):
+        if is_first_rank() and (step == first + 1 or step % max(1, steps // 10) == 0):
             bar.write(f"step {step:4d}   " + "   ".join(f"{name} {loss}" for name, loss in losses.items()))
+        yield step
 
 
 def draw_losses(trainees: list[Trainee], path: Path) -> None:
