@@ -50,3 +50,24 @@ def test_clipping_and_accumulation_of_a_hugging_face_model(tmp_path: Path) -> No
 
 def test_micro_batches_that_do_not_divide() -> None:
     assert "--accumulate 3 does not divide --batch 4 into equal micro-batches" in run("--accumulate", "3").stderr
+
+
+def steps_of(done: subprocess.CompletedProcess[str]) -> dict[int, str]:
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stderr.splitlines() + done.stdout.splitlines() if line.startswith("step ")]
+    return {int(words[1]): words[-1] for words in lines}
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    folder = ("--checkpoints", str(tmp_path / "saved"))
+    whole = steps_of(run("--mesh", "2,2,1", "--steps", "5"))
+    steps_of(run("--mesh", "2,2,1", "--steps", "3", "--save-every", "2", *folder))
+    resumed = steps_of(run("--mesh", "1,1,2", "--steps", "5", "--resume", *folder))
+    assert sorted(resumed) == [3, 4, 5]
+    assert resumed == {step: whole[step] for step in resumed}
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    done = run("--resume", "--checkpoints", str(tmp_path))
+    assert done.returncode == 1
+    assert f"--resume: no complete checkpoint is in {tmp_path}." in done.stderr
