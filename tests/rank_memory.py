@@ -25,11 +25,20 @@ CPU = torch.device("cpu")
 class _Never:
     """Failures of which there are none."""
 
+    call = 1
+
     def wait(self, work: Any, text: str, **_: Any) -> None:
         work.wait()
 
     def report(self, text: str) -> None:
         raise AssertionError(text)
+
+    def check(self) -> None:
+        """Nobody has stopped."""
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        yield
 
 
 @contextmanager
@@ -39,6 +48,7 @@ def world_of_one_rank(size: int) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")
             yield
     finally:
         dist.destroy_process_group()
