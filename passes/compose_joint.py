@@ -89,7 +89,7 @@ class _Composer:
                 last = self.graph.placeholder(f"tangents_{number + 1}")
             value = cast(Tensor, self._nodes[source].meta["val"])
             last.meta["val"] = torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
-            self._add_gradient(source, last)
+            self._add_gradient(source, last, "" if source[0].op == "placeholder" else source[0].name)
 
     def _forward(self, call: Node) -> None:
         formula = self._formula(call, None)
@@ -113,7 +113,7 @@ class _Composer:
         self._write(call, formula, backward=True)
         for read, ref in zip(call.all_input_nodes, formula.gradients, strict=True):
             if ref is not None:
-                self._add_gradient(value_of(read), self._node(call, ref))
+                self._add_gradient(value_of(read), self._node(call, ref), call.name)
 
     def _formula(self, call: Node, given: Given | None) -> Formula:
         reads = call.all_input_nodes
@@ -175,11 +175,12 @@ class _Composer:
         copy.meta = {"val": value}
         return copy
 
-    def _add_gradient(self, value: Value, gradient: Node) -> None:
+    def _add_gradient(self, value: Value, gradient: Node, origin: str) -> None:
+        """Note a part of a value's gradient, added to what is known of it; ``origin``: the call that it comes from."""
         present = self._gradients.get(value)
         if present is not None:
             total = present.meta["val"] + gradient.meta["val"]
-            gradient = self._call(torch.ops.aten.add.Tensor, (present, gradient), {}, total, value[0].name, True)
+            gradient = self._call(torch.ops.aten.add.Tensor, (present, gradient), {}, total, origin, True)
         self._gradients[value] = gradient
 
 
