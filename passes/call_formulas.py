@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 SIDE_EFFECTS = frozenset({torch.ops.aten._linalg_check_errors.default})
 
@@ -49,14 +49,14 @@ class Formula:
 
     Args:
         calls: its ops, those of the backward last.
-        results: of the call, in order.
+        results: of the call, in order; None where it gives none (a backward op that is asked for some gradients only).
         requires_grad: which of them have a gradient.
         gradients: of the operands; None where there is none.
         given: the gradient of each result that it was written for.
     """
 
     calls: tuple[Call, ...]
-    results: tuple[Ref, ...]
+    results: tuple[Ref | None, ...]
     requires_grad: tuple[bool, ...]
     gradients: tuple[Ref | None, ...]
     given: tuple[Spec | None, ...]
@@ -104,11 +104,12 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []  # an id is a tensor's as long as it lives
         self.know(operands, -1)
 
-    def know(self, tensors: Sequence[Tensor], call: int) -> None:
-        """Note what tensors are; one that is known keeps its first name."""
+    def know(self, tensors: Sequence[Tensor | None], call: int) -> None:
+        """Note what tensors are, by their places; one that is known keeps its first name."""
         for place, tensor in enumerate(tensors):
-            self._refs.setdefault(id(tensor), Ref(call, place))
-        self._alive += tensors
+            if tensor is not None:
+                self._refs.setdefault(id(tensor), Ref(call, place))
+                self._alive.append(tensor)
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return what a tensor is in the formula."""
@@ -119,8 +120,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        results = tensors_of(result)
-        if not results and func not in SIDE_EFFECTS:
+        results = results_in(result)
+        if not any(one is not None for one in results) and func not in SIDE_EFFECTS:
             return result
         if func._schema.is_mutable:
             raise Unwritten(f"{func} writes in place")
@@ -144,22 +145,23 @@ def write_formula(run: Callable[[Sequence[Tensor]], Any], specs: Sequence[Spec],
     operands = [spec.make() for spec in specs]
     recorder = _Recorder(operands)
     with torch.enable_grad(), recorder:
-        results = tensors_of(run(operands))
-    needs = tuple(result.requires_grad for result in results)
+        results = results_in(run(operands))
+    needs = tuple(result is not None and result.requires_grad for result in results)
     if given is None:
-        given = tuple(_contiguous(result) if need else None for result, need in zip(results, needs, strict=True))
+        given = tuple(_contiguous(result) if result is not None and result.requires_grad else None for result in results)
     tangents = [None if spec is None else spec.make() for spec in given]
     recorder.know([t for t in tangents if t is not None], -2)
     gradients = _backward(recorder, operands, results, tangents)
     refs = tuple(None if gradient is None else recorder.ref(gradient) for gradient in gradients)
     calls = tuple(Call(c.target, c.args, c.kwargs, map_tensors(Tensor.detach, c.value), c.backward) for c in recorder.calls)
-    return Formula(calls, tuple(map(recorder.ref, results)), needs, refs, given)
+    made = tuple(None if result is None else recorder.ref(result) for result in results)
+    return Formula(calls, made, needs, refs, given)
 
 
 def _backward(
-    recorder: _Recorder, operands: Sequence[Tensor], results: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    recorder: _Recorder, operands: Sequence[Tensor], results: Sequence[Tensor | None], tangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    pairs = [(result, tangent) for result, tangent in zip(results, tangents, strict=True) if tangent is not None]
+    pairs = [(result, tangent) for result, tangent in zip(results, tangents, strict=True) if result is not None and tangent is not None]
     asked = [operand for operand in operands if operand.requires_grad]
     if not pairs or not asked:
         return [None] * len(operands)
@@ -169,9 +171,16 @@ def _backward(
     return [next(found) if operand.requires_grad else None for operand in operands]
 
 
-def tensors_of(result: Any) -> list[Tensor]:
-    """Return the tensors of a call's result, in order."""
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+def results_in(result: Any) -> list[Tensor | None]:
+    """Return what a call gives, by place: one tensor, or several of which some may be None or numbers."""
+    if isinstance(result, Tensor):
+        return [result]
+    if not isinstance(result, (list, tuple)):
+        return []
+    several = cast("Sequence[Any]", result)
+    if any(isinstance(one, (list, tuple)) for one in several):
+        raise Unwritten("a list of tensors among several results")
+    return [one if isinstance(one, Tensor) else None for one in several]
 
 
 def _contiguous(like: Tensor) -> Spec:

@@ -28,7 +28,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from partir.errors import PartirError, VerifyError, source_line
 from partir.graph import is_getitem, outputs_of
-from partir.passes.call_formulas import Formula, Given, Ref, Spec, Unwritten, tensors_of, write_formula
+from partir.passes.call_formulas import Formula, Given, Ref, Spec, Unwritten, results_in, write_formula
 from partir.passes.share_gathers import argument_key
 
 ORIGIN, BACKWARD = "partir", "is_backward"  # what torch's own tracing writes as well
@@ -97,7 +97,8 @@ class _Composer:
         self._written[call] = _Written(formula, nodes)
         self._write(call, formula, backward=False)
         for place, (ref, needs) in enumerate(zip(formula.results, formula.requires_grad, strict=True)):
-            self._nodes[(call, place)], self._needs[(call, place)] = self._node(call, ref), needs
+            if ref is not None:
+                self._nodes[(call, place)], self._needs[(call, place)] = self._node(call, ref), needs
 
     def _reverse(self, call: Node) -> None:
         """Write the backward of a call of which some result has a gradient."""
@@ -157,8 +158,9 @@ class _Composer:
             if isinstance(one.value, Tensor):
                 nodes[Ref(number, 0)] = node
                 continue
-            for place, value in enumerate(tensors_of(one.value)):
-                nodes[Ref(number, place)] = self._call(operator.getitem, (node, place), {}, value, call.name, backward)
+            for place, value in enumerate(results_in(one.value)):
+                if value is not None:
+                    nodes[Ref(number, place)] = self._call(operator.getitem, (node, place), {}, value, call.name, backward)
 
     def _node(self, call: Node, ref: Ref) -> Node:
         return self._written[call].nodes[ref]

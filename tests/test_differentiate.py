@@ -92,6 +92,16 @@ def test_equal_calls_share_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [2, 2]
 
 
+def test_a_result_that_is_none_keeps_the_others_in_place() -> None:
+    """The backward of a convolution whose input needs no gradient gives None first."""
+    x, weight = Spec.of(torch.empty(2, 3, 8)), Spec.of(torch.empty(4, 3, 3), needs_gradient=True)
+    formula = write_formula(lambda reads: aten.convolution.default(*reads, None, [1], [0], [1], False, [0], 1), [x, weight], None)
+    (gradient,) = (ref for ref in formula.gradients if ref is not None)
+    call = formula.calls[gradient.call]
+    assert call.target is aten.convolution_backward.default and call.value[0] is None
+    assert call.value[gradient.place].shape == (4, 3, 3)
+
+
 def test_a_formula_that_writes_in_place_is_left_to_autograd() -> None:
     operands = [Spec.of(torch.empty(3), needs_gradient=True)]
     with pytest.raises(Unwritten, match=r"aten.zero_.default writes in place"):
