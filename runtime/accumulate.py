@@ -10,6 +10,7 @@ Memory: every held value and its sum, on each rank, from the first call to the e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
@@ -122,16 +123,19 @@ class DistributedRunner:
         self.program = run.program
         self._run: Any = run
 
+    def _told(self, stage: str) -> AbstractContextManager[None]:
+        return self._run._one_for_all(stage, self._run.transport.failures.call)
+
     def shard(self, tensors: Sequence[Tensor], slots: Sequence[Slot]) -> list[Blocks]:
         return [self._run._block(t, slot) for t, slot in zip(tensors, slots, strict=True)]
 
     def forward(self, blocks: Sequence[Blocks]) -> tuple[list[Blocks], list[Blocks]]:
-        with torch.no_grad(), self._run._one_for_all("forward"):
+        with torch.no_grad(), self._told("forward"):
             results = self._run.forward(*blocks)
         return list(results[: self.program.num_outputs]), list(results[self.program.num_outputs :])
 
     def backward(self, saved: Sequence[Blocks], tangents: Sequence[Blocks]) -> list[Blocks | None]:
-        with torch.no_grad(), self._run._one_for_all("backward"):
+        with torch.no_grad(), self._told("backward"):
             return list(self._run.backward(*saved, *tangents))
 
     def wrap(self, outputs: Sequence[Blocks]) -> list[Tensor]:

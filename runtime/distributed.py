@@ -98,7 +98,9 @@ class DistributedProgram:
         return block if tuple(block.shape) == shape else cut(block, shape).contiguous()
 
     def _output_spec(self, slot: Slot, groups: Groups) -> Any:
-        return self._spec(slot, groups) if slot.layout.strip(self.mesh).split_axes else None
+        """Return how an output leaves as a DTensor; None for a plain tensor, and for what stays inside as a sum not yet made."""
+        layout = slot.layout.strip(self.mesh)
+        return self._spec(slot, groups) if layout.split_axes and not layout.pending else None
 
     def _spec(self, slot: Slot, groups: Groups) -> Any:
         layout = slot.layout.strip(self.mesh)

@@ -26,7 +26,7 @@ from partir.runtime.torch_dtensor import backend_of, dist, hold_groups_by_name, 
 
 PARAMETER_AXES = ("data", "y", "z", "x")
 # Members of a group ask for it at the same time, so one that does not come within this has died.
-MEETING = timedelta(seconds=40)
+MEETING = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)

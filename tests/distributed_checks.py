@@ -182,6 +182,8 @@ def run_collective(session: Session, name: str, operand: Any, **named: Any) -> A
     many = isinstance(operand, list)
     operands = cast("list[Tensor]", operand) if many else [operand]
     placeholders = [graph.placeholder(f"t{index}") for index in range(len(operands))]
+    for placeholder, block in zip(placeholders, operands):
+        placeholder.meta["val"] = block
     result = graph.call_function(overload(name), (placeholders if many else placeholders[0],), named)
     graph.output(result)
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
