@@ -23,6 +23,9 @@ KEEPS = frozenset(
 )
 ANDS = frozenset(f"aten::{name}" for name in ("bitwise_and", "__and__", "logical_and"))
 ORS = frozenset(f"aten::{name}" for name in ("bitwise_or", "__or__", "logical_or"))
+FILLS = {"aten::new_full": 2, "aten::full_like": 1}
+"""Ops that read no number of their operand -> which argument fills the result."""
+FILLED = {f"aten::{name}": value for value in (0, 1) for name in (("new_zeros", "zeros_like"), ("new_ones", "ones_like"))[value]}
 Diagonal = Callable[[Node], tuple[int, ...]]
 
 
@@ -52,6 +55,8 @@ def above_of(node: Node, above: Mapping[Node, Any], diagonal: Diagonal) -> Any:
     if name in KEEPS:
         first = operands(node)[0]
         return _converted(above.get(first), node) if diagonal(first) else None
+    if name in FILLS or name in FILLED:
+        return _converted(node.args[FILLS[name]] if name in FILLS else FILLED[name], node)
     if name == "aten::baddbmm" and len(node.args) == 3 and not node.kwargs:
         return -torch.inf if diagonal(operands(node)[0]) and above.get(operands(node)[0]) == -torch.inf else None
     if not is_pointwise(node) and name not in ANDS | ORS:
@@ -67,7 +72,7 @@ def above_of(node: Node, above: Mapping[Node, Any], diagonal: Diagonal) -> Any:
 
 
 def _converted(value: Any, node: Node) -> Any:
-    return None if value is None else torch.tensor(value).to(node.meta["val"].dtype).item()
+    return None if value is None or isinstance(value, Node) else torch.tensor(value).to(node.meta["val"].dtype).item()
 
 
 def _scalar(item: Any, above: Mapping[Node, Any], diagonal: Diagonal) -> Any:
