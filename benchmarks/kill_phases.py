@@ -42,4 +42,14 @@ def train(rank: int, say: Say, folder: Path) -> None:
         say(f"step {step + 1}" if step else "ready")
 
 
-PHASES: dict[str, Callable[[int, Say, Path], None]] = {"step": train}
+def clip(rank: int, say: Say, folder: Path) -> None:
+    """Clip the gradients of one step, again and again, with torch's own function: its collectives are DTensor's."""
+    torch.manual_seed(0)
+    model = partir.parallelize(torch.nn.Linear(16, 16), mesh_of_world())
+    model(torch.randn(8, 16)).sum().backward()
+    for step in itertools.count():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        say(f"clipped {step + 1}" if step else "ready")
+
+
+PHASES: dict[str, Callable[[int, Say, Path], None]] = {"step": train, "clip": clip}
