@@ -105,6 +105,12 @@ def source_line(meta: Mapping[str, Any]) -> str:
     return f"{where} ({module})" if module else where
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add a line to what Python prints of an error, which keeps its class and its text; Python 3.10 prints no such lines."""
     if hasattr(error, "add_note"):

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from partir.errors import TraceError
+from partir.errors import TraceError, first_line
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent.parent)  # all of partir
@@ -55,7 +55,7 @@ def refuse(error: Exception) -> NoReturn:
     if isinstance(cause, TraceError):
         raise cause from None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _foreign(frame.filename)]
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = first_line(error)
     if "DataDependent" in type(error).__name__ or "data-dependent" in text.lower():
         raise TraceError(_where(frames) + DATA_DEPENDENT.format(what="control flow depends on data")) from error
     raise TraceError(f"{_where(frames)}the model cannot be traced: {type(error).__name__}: {text}") from error

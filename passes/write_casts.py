@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partir.errors import TraceError, source_line
+from partir.errors import TraceError, first_line, source_line
 
 CAST = torch.ops.aten._to_copy.default
 Autocasts = tuple[tuple[str, torch.dtype], ...]
@@ -55,12 +55,17 @@ def _cast_operands(graph: fx.Graph, node: fx.Node, autocasts: Autocasts, made: d
     if not any(_is_float(leaves[index]) for index in places):
         return
     without = _Trial(node.target, leaves, structure, ())
-    casts = _Trial(node.target, leaves, structure, autocasts).casts
-    for index, dtype in casts.items():
+    within = _Trial(node.target, leaves, structure, autocasts)
+    if within.error is not None:
+        raise TraceError(
+            f"{source_line(node.meta)}: what autocast casts for `{node.target}` cannot be read, for the call does not run on fake tensors "
+            f"({first_line(within.error)}). Call it under torch.autocast(device_type, enabled=False)."
+        ) from within.error
+    for index, dtype in within.casts.items():
         if without.casts.get(index) != dtype and leaves[index].meta["val"].dtype != dtype:
             leaves[index] = _cast(graph, node, leaves[index], dtype, made)
     wanted = _dtypes(node.meta["val"])
-    if _Trial(node.target, leaves, structure, ()).dtypes not in (wanted, None):
+    if _Trial(node.target, leaves, structure, ()).dtypes != wanted:
         _ask_for(node, wanted, leaves, structure)
         return
     args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -100,13 +105,14 @@ def _fake_like(value: Any, dtype: torch.dtype) -> Any:
 class _Trial(TorchDispatchMode):
     """One run of a call on fake tensors: which operands are cast before anything else reads them, and the results' dtypes.
 
-    `dtypes` is None where the call does not run so: a mixed call that only autocast makes legal.
+    `error` is why the call does not run so, as a mixed call that only autocast makes legal.
     """
 
     def __init__(self, target: Any, leaves: Sequence[Any], structure: Any, autocasts: Autocasts) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.casts: dict[int, torch.dtype] = {}
-        self.dtypes: list[torch.dtype] | None = None
+        self.dtypes: list[torch.dtype] = []
+        self.error: Exception | None = None
         self._seen: set[int] = set()
         with FakeTensorMode(allow_non_fake_inputs=True):
             filled = [_fresh(leaf, autocasts) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
@@ -119,8 +125,8 @@ class _Trial(TorchDispatchMode):
                 stack.enter_context(self)
                 try:
                     self.dtypes = _dtypes(target(*args, **kwargs))
-                except Exception:
-                    self.dtypes = None
+                except Exception as error:
+                    self.error = error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in () if func.namespace == "prim" else pytree.tree_leaves((args, kwargs or {})):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from partir.errors import CheckpointError
+from partir.errors import CheckpointError, first_line
 from partir.pieces import Block
 from partir.runtime.checkpoint_planners import BlockLoadPlanner, BlockSavePlanner, Entries
 
@@ -91,10 +91,9 @@ def check_plain(facts: Mapping[str, Any]) -> None:
         written.seek(0)
         torch.load(written, weights_only=True)
     except Exception as error:
-        line = str(error).strip().splitlines()[0]
         raise CheckpointError(
             "extra= or the optimizer's groups hold a value that no checkpoint can: use dicts, lists, numbers, texts and tensors "
-            f"({type(error).__name__}: {line})."
+            f"({type(error).__name__}: {first_line(error)})."
         ) from error
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from partir.errors import RankError
+from partir.errors import RankError, first_line
 from partir.runtime import uncaught
 from partir.runtime.torch_dtensor import default_store, dist
 
@@ -68,7 +68,7 @@ class Failures:
         except RankError as error:
             raise self.failure(where, str(error)) from None
         except RuntimeError as error:
-            raise self.failure(where, _first_line(error)) from error
+            raise self.failure(where, _cause(error)) from error
 
     def _wait_in_steps(self, work: Any) -> None:
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -100,7 +100,7 @@ class Failures:
             if not uncaught.is_lost_connection(error):
                 raise
             when = "" if " of call " in where else f", before call {max(self.call, 1)}"
-            raise self.failure(where + when, _first_line(error)) from error
+            raise self.failure(where + when, _cause(error)) from error
 
     def failure(self, where: str, cause: str) -> RankError:
         """Tell the others that this rank stops, hear who else did, and return the error to raise."""
@@ -167,7 +167,6 @@ class Failures:
             return None
 
 
-def _first_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     """Return the first line of an error, without gloo's source line and its advice."""
-    text = str(error).strip()
-    return re.sub(r"^\[\S+\] |\. This is typically .*", "", text.splitlines()[0]) if text else type(error).__name__
+    return re.sub(r"^\[\S+\] |\. This is typically .*", "", first_line(error))

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 import partir
 from examples.models.gpt import GPT, GPTConfig
+from partir.errors import TraceError
+from partir.passes.write_casts import write_casts
 from partir.runtime.transport import check_reducible
 
 MESHES = [(2, 2, 2), (2, 2, 1, 2)]
@@ -216,3 +218,14 @@ def test_bad_input() -> None:
     with pytest.raises(partir.PartirError, match=r"%d = all_reduce\(axis=x\) .* nccl cannot add up torch.float8_e4m3fn"):
         check_reducible("nccl", torch.float8_e4m3fn, "%d = all_reduce(axis=x) of the backward", "gpt.py:3")
     check_reducible("nccl", torch.bfloat16, "%d", "gpt.py:3")
+
+
+def test_a_call_whose_casts_cannot_be_read() -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, w))
+    for node, shape in ((x, (8, 4)), (w, (5, 8)), (product, (8, 8))):  # 4 columns meet 5 rows: mm refuses
+        node.meta["val"] = torch.empty(shape, device="meta")
+    product.meta["autocast"] = (("cpu", torch.bfloat16),)
+    with pytest.raises(TraceError, match=r"what autocast casts for `aten.mm.default` cannot be read.*\(.*\)\. Call it under"):
+        write_casts(graph)

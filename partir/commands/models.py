@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from partir.errors import PartirError
+from partir.errors import PartirError, first_line
 
 EXAMPLE = "path/to/file.py:function"
 
@@ -127,7 +127,7 @@ def from_config(path: Path, batch: int, seq: int | None, dtype: str, device: str
         with torch.device(device):
             module = cast(nn.Module, _class_of(transformers, facts, config)(config)).to(wanted)
     except Exception as error:
-        raise PartirError(f"--hf {path}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise PartirError(f"--hf {path}: {type(error).__name__}: {first_line(error)}") from error
     return Model(module.train(), (), _example(module, config, batch, seq, device))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from partir.errors import RuleError
 from partir.rules.binding import Binding
-from partir.rules.compare import Blocks, Case, NotTried, axes_of, first_line, first_problem
+from partir.rules.compare import Blocks, Case, NotTried, axes_of, first_problem, short
 from partir.rules.registry import builtin, find, misfit, overload_of, user_rules
 from partir.rules.rule import Rule
 from partir.rules.trial import make_trial
@@ -120,7 +120,7 @@ def _check_rule(name: str, rule: Rule, blocks: tuple[Blocks, ...], generator: to
             result = op(*trial.args, **trial.kwargs)
             binding = single.bind(trial.args, trial.kwargs, result)
         except (RuntimeError, RuleError, IndexError, TypeError, ValueError) as error:
-            reason = f"the example does not run: {first_line(error)}"
+            reason = f"the example does not run: {short(error)}"
             findings.append(Finding(name, form.signature, "", "", "not tried", reason))
             continue
         case = Case(op, form.signature, binding, trial, generator)

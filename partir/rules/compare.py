@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from partir.errors import RuleError
+from partir.errors import RuleError, first_line
 from partir.rules.binding import Binding
 from partir.rules.blocks import as_tuple, run_in_blocks
 from partir.rules.trial import Trial
@@ -63,7 +63,7 @@ def _compare(case: Case, factor: str, kind: str, blocks: tuple[int, ...]) -> str
         try:
             whole, cotangents, expected = _run_whole(case, first)
         except RuntimeError as error:
-            raise NotTried(first_line(error)) from None
+            raise NotTried(short(error)) from None
     second = _leaves(case.trial) if any(leaf.requires_grad for leaf in first.tensors()) else first
     shown = f"{'x'.join(map(str, blocks))} blocks"
     try:
@@ -72,7 +72,7 @@ def _compare(case: Case, factor: str, kind: str, blocks: tuple[int, ...]) -> str
             return f"{shown}: {problem}"
         problem = _difference(expected, _gradients(parts, cotangents, second), "the gradient of operand")
     except (RuntimeError, IndexError, ValueError, TypeError, RuleError) as error:
-        return f"{shown}: {first_line(error)}"
+        return f"{shown}: {short(error)}"
     return f"{shown}: {problem}" if problem else None
 
 
@@ -161,6 +161,6 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
-def first_line(error: Exception) -> str:
+def short(error: Exception) -> str:
     """Return the first line of an error's message, cut to 100 characters."""
-    return str(error).strip().splitlines()[0][:100] if str(error).strip() else type(error).__name__
+    return first_line(error)[:100]

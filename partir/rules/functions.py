@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from partir.errors import RuleError
+from partir.errors import RuleError, first_line
 
 NAMESPACE = "partir_user"
 
@@ -35,7 +35,7 @@ def as_op(function: FunctionType) -> Any:
     except ValueError as error:
         raise RuleError(
             f"{function.__qualname__}: a rule needs the types of the arguments and of the result, as in "
-            f"`def f(x: torch.Tensor, scale: float) -> torch.Tensor`: {str(error).splitlines()[0]}"
+            f"`def f(x: torch.Tensor, scale: float) -> torch.Tensor`: {first_line(error)}"
         ) from None
     op: Any = cast(Any, torch.library.custom_op)(name, run, mutates_args=(), schema=schema)
     op.register_fake(run)
