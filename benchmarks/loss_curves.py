@@ -127,7 +127,7 @@ def page(results: dict[str, dict[str, list[float]]]) -> str:
     lines = [
         "# The same loss on every mesh",
         "",
-        "Written by `python -m benchmarks.loss_curves` (about 20 minutes on two cores).",
+        "Written by `python -m benchmarks.loss_curves` (about 11 minutes on two cores).",
         "",
         f"A GPT of {CONFIG.num_layers} layers, hidden {CONFIG.hidden}, {CONFIG.num_heads} heads, dropout {CONFIG.dropout}, learns the "
         "source of Python's standard library, byte by",
