@@ -17,7 +17,7 @@ and wrong backward, so it is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,6 +54,45 @@ def infer(
     Raises:
         TypeRuleError: the operands' layouts may not meet in this call.
     """
+    key = _Question(
+        binding, tuple(layouts), tuple((tuple(t.shape), t.dtype) for t in outputs), tuple(grads), mesh, tuple(results), recipes
+    )
+    if key not in _answers:
+        if len(_answers) >= MOST_ANSWERS:
+            _answers.clear()
+        _answers[key] = _infer(binding, layouts, outputs, grads, mesh, results, recipes)
+    return _answers[key]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What `infer` is asked. Layers are alike, and each graph is checked after each pass: most questions come many times."""
+
+    binding: Binding
+    layouts: tuple[Layout, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    grads: tuple[bool, ...]
+    mesh: Mesh
+    results: tuple[Layout, ...]
+    recipes: bool
+
+    def __hash__(self) -> int:
+        return hash((self.binding.rule, self.layouts, self.outputs, self.grads, self.mesh, self.results, self.recipes))
+
+
+MOST_ANSWERS = 10_000
+_answers: dict[_Question, tuple[Layout, ...]] = {}
+
+
+def _infer(
+    binding: Binding,
+    layouts: Sequence[Layout],
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[bool],
+    mesh: Mesh,
+    results: Sequence[Layout],
+    recipes: bool,
+) -> tuple[Layout, ...]:
     layouts = [layout.strip(mesh) for layout in layouts]
     call = _call(binding, layouts, outputs, results, any(grads), recipes)
     passing = _pass_through(binding, layouts)

@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -81,12 +82,12 @@ class Dim:
         """Return the dim that a text means, ``(3*768@y)@x``."""
         return _parse_dim(text, None, text)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Global size."""
         return math.prod(part.size for part in self.parts)
 
-    @property
+    @cached_property
     def all_axes(self) -> tuple[str, ...]:
         """Every axis that splits this dim, in the order of the text."""
         return tuple(axis for part in self.parts for axis in part.axes) + self.axes
@@ -151,12 +152,12 @@ class Layout:
         """Return the layout of a tensor that every rank holds whole."""
         return cls(dtype_name(tensor.dtype), tuple(Dim((Part(int(n)),)) for n in tensor.shape), grad=grad)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Global shape."""
         return tuple(dim.size for dim in self.dims)
 
-    @property
+    @cached_property
     def split_axes(self) -> tuple[str, ...]:
         """Axes of type S in the order of the dims."""
         return tuple(axis for dim in self.dims for axis in dim.all_axes)
@@ -193,11 +194,20 @@ class Layout:
             return "R"
         return "I" if self.grad else "N"
 
+    @cached_property
+    def _stripped(self) -> dict[tuple[str, ...], Layout]:
+        return {}
+
     def strip(self, mesh: Mesh) -> Layout:
         """Return this layout without axes of size 1, which say nothing."""
-        keep = set(mesh.split_axes())
+        axes = mesh.split_axes()
+        if axes not in self._stripped:
+            self._stripped[axes] = self._keep(frozenset(axes))
+        return self._stripped[axes]
+
+    def _keep(self, keep: frozenset[str]) -> Layout:
         if keep.issuperset(self.split_axes) and keep.issuperset(self.varied) and keep.issuperset(a for a, _ in self.pending):
-            if self.owner is None or (mesh[self.owner[0]] > 1):
+            if self.owner is None or self.owner[0] in keep:
                 return self
         dims = tuple(
             Dim(tuple(Part(p.size, _kept(p.axes, keep)) for p in dim.parts), _kept(dim.axes, keep)) for dim in self.dims
@@ -212,9 +222,15 @@ class Layout:
         Where a sub-dim is split to single elements, ``(6@y*12@x)`` holds the blocks of ``72@y.x``. Its own name says more: which
         sub-dim can be gathered.
         """
-        layout = self.strip(mesh)
-        dims = tuple(Dim(_join_used_up(dim.parts, mesh), dim.axes) for dim in layout.dims)
-        return layout if dims == layout.dims else replace(layout, dims=dims)
+        if mesh not in self._canonical:
+            layout = self.strip(mesh)
+            dims = tuple(Dim(_join_used_up(dim.parts, mesh), dim.axes) for dim in layout.dims)
+            self._canonical[mesh] = layout if dims == layout.dims else replace(layout, dims=dims)
+        return self._canonical[mesh]
+
+    @cached_property
+    def _canonical(self) -> dict[Mesh, Layout]:
+        return {}
 
     def __str__(self) -> str:
         text = f"{self.dtype}[{', '.join(str(dim) for dim in self.dims)}]"
@@ -293,7 +309,7 @@ def _axes(text: str | None) -> tuple[str, ...]:
     return tuple(text.split(".")) if text else ()
 
 
-def _kept(axes: tuple[str, ...], keep: set[str]) -> tuple[str, ...]:
+def _kept(axes: tuple[str, ...], keep: frozenset[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in keep)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from partir.errors import MeshError
@@ -146,6 +147,10 @@ class Mesh:
 
     def split_axes(self) -> tuple[str, ...]:
         """Return the axes that have more than one rank."""
+        return self._split_axes
+
+    @cached_property
+    def _split_axes(self) -> tuple[str, ...]:
         return tuple(name for name, size in zip(self.names, self.sizes) if size > 1)
 
 

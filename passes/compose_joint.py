@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from partir.errors import PartirError, VerifyError, source_line
-from partir.graph import is_getitem, outputs_of
+from partir.graph import Unprinted, is_getitem, outputs_of
 from partir.passes.call_formulas import Formula, Given, Ref, Spec, Unwritten, results_in, write_formula
 from partir.passes.share_gathers import argument_key
 
@@ -72,7 +72,7 @@ class _Composer:
                 self._reverse(call)
             results += [self._gradients.get((node, 0)) for node in self._placeholders()]
         self.graph.output(results)
-        return GraphModule(torch.nn.Module(), self.graph), takes
+        return Unprinted(torch.nn.Module(), self.graph), takes
 
     def _placeholders(self) -> list[Node]:
         return list(self.module.graph.find_nodes(op="placeholder"))

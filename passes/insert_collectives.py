@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.graph import is_getitem, layout_of, layouts_of, operands, outputs_of, replace_operands
+from partir.graph import Unprinted, is_getitem, layout_of, layouts_of, operands, outputs_of, replace_operands
 from partir.layout import Dim, Layout, Part
 from partir.mesh import Mesh
 from partir.relayout import relayout
@@ -53,7 +53,7 @@ def insert_collectives(graph_module: GraphModule, mesh: Mesh, sharded_outputs: S
     ]
     result = inserter.graph.output(tuple(outputs))
     result.meta["layouts"] = tuple(layout_of(value) if isinstance(value, Node) else None for value in outputs)
-    return GraphModule({}, inserter.graph)
+    return Unprinted({}, inserter.graph)
 
 
 class _Inserter:

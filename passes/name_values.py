@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from partir.graph import is_collective, is_getitem
+from partir.graph import Unprinted, is_collective, is_getitem
 
 
 def name_values(graph_module: GraphModule, annotated: GraphModule) -> GraphModule:
@@ -43,7 +43,7 @@ def name_values(graph_module: GraphModule, annotated: GraphModule) -> GraphModul
         used.add(name)
         copies[node] = copy_as(graph, node, copies, name)
         copies[node].meta = dict(node.meta)
-    return GraphModule({}, graph)
+    return Unprinted({}, graph)
 
 
 def _recipe_results(graph_module: GraphModule) -> dict[Node, str]:

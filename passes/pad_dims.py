@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partir.errors import source_line
-from partir.graph import is_getitem, operands, outputs_of, replace_operands, results_of, with_attributes
+from partir.graph import Unprinted, is_getitem, operands, outputs_of, replace_operands, results_of, with_attributes
 from partir.pads import Pad, Pads
 from partir.passes.torch_ops import VIEWS, name_of
 from partir.rules import Binding
@@ -60,7 +60,7 @@ def pad_dims(graph_module: GraphModule, padded: Mapping[int, int]) -> GraphModul
     output = padder.graph.output(tuple(values))
     output.meta = dict(graph_module.graph.output_node().meta)
     padder.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    return GraphModule({}, padder.graph)
+    return Unprinted({}, padder.graph)
 
 
 @dataclass

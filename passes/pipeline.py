@@ -22,7 +22,7 @@ from partir import rules
 from partir.checks import verify_graph
 from partir.cost.held import peak_bytes
 from partir.errors import RuleError
-from partir.graph import outputs_of
+from partir.graph import Unprinted, outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.options import Options, budget_of
@@ -258,7 +258,7 @@ def copy_graph(graph_module: GraphModule) -> GraphModule:
     for node in graph_module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda old: copies[old])
         copies[node].meta = dict(node.meta)
-    return GraphModule({}, graph)
+    return Unprinted({}, graph)
 
 
 def _has_rule(node: Node) -> bool:

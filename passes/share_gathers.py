@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
 
+from partir.graph import Unprinted
 from partir.passes.node_facts import collective, is_getitem, is_view
 
 
@@ -55,7 +56,7 @@ def copy_module(module: GraphModule) -> GraphModule:
     results = graph.graph_copy(module.graph, copies)
     output = graph.output(results)
     output.meta.update(next(iter(reversed(module.graph.nodes))).meta)
-    return GraphModule(module, graph)
+    return Unprinted(module, graph)
 
 
 def argument_key(value: Any) -> Hashable:
