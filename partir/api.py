@@ -18,8 +18,9 @@ from partir.follow_plan import requested
 from partir.inference import ordinary_tensors
 from partir.initial_tape import Initialize
 from partir.initial_values import InitialValues, default_device, materialize
-from partir.module import Compiler, Parallelized, ParallelModule, parallel_class, parallelized
+from partir.module import ParallelModule, parallel_class, parallelized
 from partir.options import Options, memory_text
+from partir.parallelized import Compiler, Parallelized
 from partir.passes.accumulating import accumulating
 from partir.passes.prove_lengths import prove_lengths
 from partir.passes.trace import flatten_inputs, input_names

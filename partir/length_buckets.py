@@ -25,7 +25,7 @@ from partir.inference import ordinary_tensors
 from partir.signature import signature
 
 if TYPE_CHECKING:
-    from partir.module import Parallelized
+    from partir.parallelized import Parallelized
 
 SHORTEST = 16  # by default lengths are padded to powers of two from here
 FEWEST = 4  # below, no two lengths can be told apart from other sizes

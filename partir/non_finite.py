@@ -9,7 +9,7 @@ A value may well hold inf on purpose (a mask), so only what reaches the loss cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from partir.errors import source_line
+from partir.errors import NonFiniteError, source_line
 from partir.printer import user_name
+from partir.program import Program
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,31 @@ class Held:
         return ", ".join([*bad, *finite]) or "no values"
 
 
+Seen = Mapping[str, Sequence[Held | None]]
+"""By the name of a node, what it held on each rank."""
+
+
+def check_losses(outputs: Sequence[Tensor], program: Program, who: str, look: Callable[[], Seen] | None) -> None:
+    """Raise if a 0-d output is nan or inf: it is the same on every rank, so all of them come to this at once.
+
+    Args:
+        outputs: of the program.
+        who: the rank and the call, for the error.
+        look: runs the forward again and returns what each value holds; None: the node is not looked for.
+
+    Raises:
+        NonFiniteError: one is.
+    """
+    losses = [(index, t) for index, t in enumerate(outputs) if t.dim() == 0 and t.is_floating_point()]
+    index, loss = next(((index, t) for index, t in losses if not torch.isfinite(t.detach())), (0, None))
+    if loss is None:
+        return
+    why = 'Pass check_finite="nodes" to parallelize and the node is named that made it'
+    if look is not None:
+        why = cause(program.forward, index, "nan" if loss.isnan() else "inf", look())
+    raise NonFiniteError(f"{who}: the loss {program.outputs[index].name} is {loss.item()}. {why}.")
+
+
 def held(value: Any) -> Held | None:
     """Count what a node's value holds; None for what is no floating tensor."""
     if isinstance(value, (list, tuple)):
@@ -62,10 +88,6 @@ def held(value: Any) -> Held | None:
 def _together(parts: Sequence[Held]) -> Held:
     low, high = min(part.low for part in parts), max(part.high for part in parts)
     return Held(sum(part.nan for part in parts), sum(part.inf for part in parts), sum(part.of for part in parts), low, high)
-
-
-# By the name of a node, what it held on each rank.
-Seen = Mapping[str, Sequence[Held | None]]
 
 
 def cause(program: GraphModule, output: int, kind: str, seen: Seen) -> str:

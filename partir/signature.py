@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -77,3 +77,17 @@ def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:
 def _describe(leaf: Tensor) -> str:
     text = f"{leaf.device} {leaf.dtype} {list(leaf.shape)}" + (" requires grad" if leaf.requires_grad else "")
     return text + (f" {leaf.placements} on {leaf.device_mesh.mesh_dim_names}" if isinstance(leaf, DTensor) else "")
+
+
+def refuse_meta(model: nn.Module, original: type[nn.Module], named: Mapping[str, Tensor]) -> None:
+    """Refuse inputs without values beside parameters with values, or the reverse.
+
+    Other devices are left to the trace, which names the line where two meet: a model may move its inputs itself.
+    """
+    expected = next((p.device for p in model.parameters()), None)
+    for name, leaf in named.items():
+        if expected is not None and (leaf.device.type == "meta") != (expected.type == "meta"):
+            raise PartirError(
+                f"{original.__name__}: input {name!r} is on {leaf.device}, the parameters are on {expected}. "
+                f"Both need values to run; partir.plan takes a model and inputs that are both on meta."
+            )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from partir.api import full_state_dict, parallelize
 from partir.errors import MeshError, PartirError
-from partir.module import Parallelized, ParallelModule, parallelized
+from partir.module import ParallelModule, parallelized
+from partir.parallelized import Parallelized
 from tests.module_checks import TwoLinears
 
 MESH = (2, 2, 2)
