@@ -8,16 +8,28 @@ from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from partir.layout import Layout
 
 
 class Unprinted(GraphModule):
-    """A graph between two passes: it is read or interpreted, never called, so no code is made of it: that took a fifth of a compilation."""
+    """A graph that is read, or interpreted: no code is made of it until somebody asks. (Making it took a fifth of a compilation.)"""
 
     def recompile(self) -> Any:
         """Make no code; see `torch.fx.GraphModule.recompile`."""
+
+    @property
+    def code(self) -> str:
+        """The code that `torch.fx` would make."""
+        return self.graph.python_code("self").src
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """Run node by node."""
+        return Interpreter(self).run(*tensors)
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}\n{self.graph}"
 
 
 def operands(node: Node) -> list[Node]:
@@ -27,7 +39,7 @@ def operands(node: Node) -> list[Node]:
 
 def arguments(node: Node) -> list[Any]:
     """Return every argument of a call in the order of its op's schema (positional, then by keyword)."""
-    if not isinstance(cast(object, node.target), OpOverload):
+    if not node.kwargs or not isinstance(cast(object, node.target), OpOverload):
         return [*node.args, *node.kwargs.values()]
     found: list[Any] = []
     for index, argument in enumerate(cast(Any, node.target)._schema.arguments):

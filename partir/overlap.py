@@ -9,8 +9,9 @@ A start has "start" and a wait has "wait" in ``meta["message"]``.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -43,8 +44,21 @@ def start_early_wait_late(graph: Graph) -> None:
         earlier.append(later)
 
 
-def as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
-    """Yield the calls of a graph in the order in which the runtime makes them, each message a start and a wait."""
+_orders: WeakKeyDictionary[GraphModule, dict[Mesh, tuple[Node, ...]]] = WeakKeyDictionary()
+
+
+def as_run(graph_module: GraphModule, mesh: Mesh) -> tuple[Node, ...]:
+    """Return the calls of a program's graph in the order in which the runtime makes them, each message a start and a wait.
+
+    Time, memory and steps ask for the same order; it is made once, for the graph of a program does not change.
+    """
+    known = _orders.setdefault(graph_module, {})
+    if mesh not in known:
+        known[mesh] = _as_run(graph_module, mesh)
+    return known[mesh]
+
+
+def _as_run(graph_module: GraphModule, mesh: Mesh) -> tuple[Node, ...]:
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in list(graph.nodes):
@@ -52,7 +66,7 @@ def as_run(graph_module: GraphModule, mesh: Mesh) -> Iterator[Node]:
             _split_message(graph, node)
     graph.eliminate_dead_code()
     start_early_wait_late(graph)
-    yield from (node for node in graph.nodes if node.op == "call_function")
+    return tuple(node for node in graph.nodes if node.op == "call_function")
 
 
 def _split_message(graph: Graph, start: Node) -> None:

@@ -255,7 +255,7 @@ class Search:
     def _compile(self, mesh: Mesh) -> Template:
         if self.progress is not None:
             self.progress(f"compiling for {mesh}")
-        low = pipeline.lower(self.folded.traced, mesh, self.options, check=False)
+        low = pipeline.lower(self.folded.traced, mesh, self.options, factorised=self._graph)
         keys, values, names = pad_symbols(low)
         costs, steps = dict[str, Any](), dict[str, Any]()
         for mode, compiled in pipeline.derive_each(low, self.modes).items():

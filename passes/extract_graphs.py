@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from partir.collectives import cotangent
 from partir.errors import TypeRuleError
+from partir.graph import Unprinted
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes import aot
@@ -152,7 +153,7 @@ class _Writer:
         """Return the graph's module with these results."""
         self.graph.output(tuple(None if result is None else self.copies[result] for result in results))
         self.graph.lint()
-        return GraphModule(torch.nn.Module(), self.graph)
+        return Unprinted(torch.nn.Module(), self.graph)
 
 
 def _root_name(node: Node, slots: Mapping[str, str]) -> str:

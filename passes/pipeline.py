@@ -143,14 +143,17 @@ def lower(
     parameter_layouts: Mapping[str, Layout] | None = None,
     input_layouts: Mapping[str, Layout] | None = None,
     timings: Mapping[str, float] | None = None,
-    check: bool = True,
+    factorised: GraphModule | None = None,
 ) -> Lowered:
-    """Run every pass but the last; see `compile_program`. Without ``check`` the graph is to be costed, not run."""
-    run = _Run(mesh, dict(timings or {}), check)
+    """Run every pass but the last; see `compile_program`.
+
+    Args:
+        factorised: what `factorise` made of ``traced`` before. The graph is then to be costed, not run: it is neither checked nor printed.
+    """
+    run = _Run(mesh, dict(timings or {}), check=factorised is None)
     training = torch.is_grad_enabled()
-    run.texts["traced"] = graph_text(traced.graph_module)
-    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
-    graph = run.pass_("factorise_dims", graph, factorise_dims)
+    run.text("traced", traced.graph_module)
+    graph = copy_graph(factorised) if factorised is not None else _factorised(run, traced)
     law = placement(options.placement)
     padded = choose_pads(graph, mesh, law)
     graph = run.pass_("pad_dims", graph, lambda g: factorise_dims(pad_dims(g, padded)) if padded else g)
@@ -161,7 +164,7 @@ def lower(
     given = _given(slots, dtypes, training, pinned, parameter_layouts or {}, input_layouts or {})
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
     check_pins(annotated, given.layouts, mesh)
-    run.texts["annotated"] = graph_text(annotated, {name: slot.name for name, slot in slots.items()})
+    run.text("annotated", annotated, {name: slot.name for name, slot in slots.items()})
     sharded = _sharded_outputs(annotated, traced, options.outputs, training)
     shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
     annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, mesh, sharded))
@@ -170,7 +173,7 @@ def lower(
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
-    run.texts["lowered"] = graph_text(lowered, {name: slot.name for name, slot in slots.items()})
+    run.text("lowered", lowered, {name: slot.name for name, slot in slots.items()})
     inputs = input_slots(lowered, slots, outputs_reached(annotated) if training else {})
     outputs = output_slots(lowered, shapes, traced, training)
     return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings, options.reduce_dtype)
@@ -178,7 +181,10 @@ def lower(
 
 def factorise(traced: Traced) -> GraphModule:
     """Return the traced graph, each op with a rule and each dim with named sub-dims; no mesh is needed."""
-    run = _Run(Mesh.parse((1, 1, 1)), {})
+    return _factorised(_Run(Mesh.parse((1, 1, 1)), {}), traced)
+
+
+def _factorised(run: _Run, traced: Traced) -> GraphModule:
     graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
     return run.pass_("factorise_dims", graph, factorise_dims)
 
@@ -202,8 +208,9 @@ def _split(low: Lowered, joint: Joint, memory: str, joined: float) -> Compiled:
     program = run.time("extract", lambda: _program(low, extract(joint, parts), memory))
     run.timings["differentiate"] += joined + run.timings.pop("extract")
     texts = dict(low.texts)
-    texts["forward"] = graph_text(program.forward)
-    texts["backward"] = graph_text(program.backward) if program.backward is not None else ""
+    if texts:
+        texts["forward"] = graph_text(program.forward)
+        texts["backward"] = graph_text(program.backward) if program.backward is not None else ""
     return Compiled(program.with_texts(texts), low.traced, low.annotated, low.graph, run.timings, notes)
 
 
@@ -237,6 +244,11 @@ class _Run:
         self.timings = timings
         self.check = check
         self.texts: dict[str, str] = {}
+
+    def text(self, stage: str, graph: GraphModule, names: Mapping[str, str] | None = None) -> None:
+        """Keep the text of a graph, where it is to be run."""
+        if self.check:
+            self.texts[stage] = graph_text(graph, names or {})
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.graph import is_collective, is_getitem, is_view, layout_of, tensor_of
+from partir.graph import Unprinted, is_collective, is_getitem, is_view, layout_of, tensor_of
 from partir.passes.share_gathers import share_gathers
 from partir.program import Slot
 
@@ -76,7 +76,7 @@ def split_accumulation(lowered: GraphModule, inputs: Sequence[Slot]) -> SplitAcc
     gather.lint()
     batch.lint()
     return SplitAccumulation(
-        GraphModule({}, gather), GraphModule({}, batch), _slots(parameters, slots), held_slots, _slots(others, slots)
+        Unprinted({}, gather), Unprinted({}, batch), _slots(parameters, slots), held_slots, _slots(others, slots)
     )
 
 
