@@ -22,8 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from partir.errors import PartirError
+from partir.initial_regions import cover
 from partir.random_ops import draws
 
+aten = torch.ops.aten
+_SETTERS = frozenset({
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.copy_.default,
+    aten._foreach_zero_.default,
+    aten._foreach_copy_.default,
+})
 _REPEAT = "which no mesh could repeat; leave generator= out."
 Initialize = Callable[[nn.Module], Any]
 
@@ -47,13 +57,22 @@ class Step:
 
     def reads(self) -> list[Tensor]:
         """Return the tensors among its arguments."""
-        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        return _tensors((self.args, dict(self.kwargs)))
 
     def writes(self) -> list[Tensor]:
         """Return the tensors that it makes or changes."""
+        return [*self._changes(), *_tensors(self.result)]
+
+    def sets(self) -> list[Tensor]:
+        """Return the tensors that it gives values which do not depend on what they held."""
+        if self.op._schema.is_mutable:
+            return self._changes() if self.site is not None or self.op in _SETTERS or "out" in self.kwargs else []
+        before = {storage_of(t) for t in self.reads()}
+        return [t for t in _tensors(self.result) if storage_of(t) not in before]
+
+    def _changes(self) -> list[Tensor]:
         changed = [value for argument, value in zip(self.op._schema.arguments, self.args) if _is_written(argument)]
-        changed += [value for name, value in self.kwargs.items() if name == "out"]
-        return [leaf for leaf in tree_leaves((changed, self.result)) if isinstance(leaf, Tensor)]
+        return _tensors([*changed, *(value for name, value in self.kwargs.items() if name == "out")])
 
 
 @dataclass
@@ -234,19 +253,25 @@ def _check_all_meta(model: nn.Module) -> None:
 
 
 def _check_all_set(model: nn.Module, tape: Tape) -> None:
-    written = {storage_of(t) for step in tape.steps for t in step.writes()}
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    unset = [name for name, t in tensors.items() if t.is_meta and storage_of(tape.tensors[id(t)]) not in written]
+    set_here: dict[int, list[Tensor]] = {}
+    for t in [t for step in tape.steps for t in step.sets()]:
+        set_here.setdefault(storage_of(t), []).append(t)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: tape.tensors[id(t)] for name, t in named.items() if t.is_meta}
+    unset = [name for name, t in tensors.items() if not cover(set_here.get(storage_of(t), []), t)]
     if unset:
         raise PartirError(
-            f"{type(model).__name__} was built on meta, and no init function sets {_some(unset)}: what __init__ computes is not kept "
-            "there. Set it in its module's reset_parameters, "
-            "pass initialize=function(model), or make a buffer with device='cpu' in __init__."
+            f"{type(model).__name__} was built on meta, and its init functions do not set all of {_some(unset)}: what __init__ computes is "
+            "not kept there. Set it in its module's reset_parameters, pass initialize=function(model), or make a buffer with device='cpu' in __init__."
         )
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f", ... and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_written(argument: Any) -> bool:

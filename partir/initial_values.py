@@ -6,10 +6,8 @@ of the seed, of the draw and of its place in the whole tensor. Any other (`ortho
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from partir.blocks import is_owner, shard
+from partir.initial_regions import Region, region_of
 from partir.initial_tape import TRUNCATED_NORMAL, Initialize, Step, Tape, is_recorded, meta_tensors, record, storage_of, truncated
 from partir.layout import Dim, Layout, dtype_name
 from partir.mesh import Mesh
@@ -32,20 +31,6 @@ CALL = -1
 aten = torch.ops.aten
 _FILLS = frozenset({aten.zero_.default, aten.fill_.Scalar})
 _ONE = Mesh.parse((1, 1, 1))
-
-
-@dataclass(frozen=True)
-class Region:
-    """The part of a tensor that a step changes: for each dim (start, stop, step)."""
-
-    runs: tuple[tuple[int, int, int], ...]
-
-    def holds(self, places: Sequence[Tensor]) -> Tensor:
-        """Return which elements, given by their index in each dim, lie in it."""
-        inside = torch.ones_like(places[0], dtype=torch.bool)
-        for place, (start, stop, step) in zip(places, self.runs):
-            inside &= (place >= start) & (place < stop) & ((place - start) % step == 0)
-        return inside
 
 
 class InitialValues:
@@ -109,10 +94,23 @@ class InitialValues:
     def _changed(self, step: Step, values: Tensor, index: Tensor) -> Tensor:
         if step.site is None:
             return step.op(values.clone(), *step.args[1:], **step.kwargs)
-        numbers = AtIndex(self.seed, step.site, Layout(dtype_name(values.dtype), ()), values.device, (), index)
-        if step.op is TRUNCATED_NORMAL:
-            return truncated(numbers.uniform(torch.float64), *step.args[1:]).to(values.dtype)
-        return draw_with(functional_op(step.op), (values, *positional(step.op, step.args, step.kwargs)[1:]), numbers)
+        return _draw(step, values, index, self.seed)
+
+
+def _draw(step: Step, values: Tensor, index: Tensor, seed: Tensor, arguments: Sequence[Any] | None = None) -> Tensor:
+    """Return what a step draws for elements.
+
+    Args:
+        values: what the elements hold before.
+        index: int64, the place of each in its tensor.
+        arguments: of the step, where some are tensors that have values now.
+    """
+    assert step.site is not None
+    numbers = AtIndex(seed, step.site, Layout(dtype_name(values.dtype), ()), values.device, (), index)
+    if step.op is TRUNCATED_NORMAL:
+        return truncated(numbers.uniform(torch.float64), *step.args[1:]).to(values.dtype)
+    given = step.args if arguments is None else arguments
+    return draw_with(functional_op(step.op), (values, *positional(step.op, given, step.kwargs)[1:]), numbers)
 
 
 def _elementwise(tape: Tape, t: Tensor) -> list[tuple[Step, Region | None]] | None:
@@ -125,7 +123,7 @@ def _elementwise(tape: Tape, t: Tensor) -> list[tuple[Step, Region | None]] | No
         alone = [read for read in step.reads() if read is not target] == []
         if not isinstance(target, Tensor) or storage_of(target) != storage_of(t) or not alone or not _is_elementwise(step):
             return None
-        region = _region(target, t)
+        region = region_of(target, t)
         if region is None:
             return None
         found.append((step, None if region.runs == tuple((0, int(n), 1) for n in t.shape) else region))
@@ -143,29 +141,8 @@ def _is_elementwise(step: Step) -> bool:
     if not step.op._schema.is_mutable:
         return False
     if step.site is not None:
-        return step.op is TRUNCATED_NORMAL or functional_op(step.op) in DRAWN
+        return _draws_by_place(step)
     return step.op in _FILLS or torch.Tag.pointwise in step.op.tags
-
-
-def _region(view: Tensor, t: Tensor) -> Region | None:
-    """Return which box of a contiguous tensor a view of it is; None where it is none."""
-    if not t.is_contiguous() or t.numel() == 0:
-        return None
-    if view.is_contiguous() and view.numel() == t.numel() and view.storage_offset() == t.storage_offset():
-        return Region(tuple((0, int(n), 1) for n in t.shape))
-    left = int(view.storage_offset()) - int(t.storage_offset())
-    strides = [(int(stride), int(size)) for stride, size in zip(view.stride(), view.shape)]
-    runs: list[tuple[int, int, int]] = []
-    for size, stride in zip(t.shape, t.stride()):
-        start, left = divmod(left, stride)
-        own = [(step // stride, n) for step, n in strides if n > 1 and stride <= step < stride * size and step % stride == 0]
-        if len(own) > 1:
-            return None
-        step, count = own[0] if own else (1, 1)
-        runs.append((start, start + (count - 1) * step + 1, step))
-    inside = all(stop <= size for (_, stop, _), size in zip(runs, t.shape))
-    covered = math.prod(len(range(*run)) for run in runs) == view.numel()
-    return Region(tuple(runs)) if inside and covered else None
 
 
 def _places(dim: Dim, mesh: Mesh, rank: int, device: torch.device) -> Tensor:
@@ -195,6 +172,11 @@ def _replay(steps: Sequence[Step], t: Tensor, seed: Tensor) -> Tensor:
         return made[id(value)]
 
     for step in steps:
+        if _draws_by_place(step):
+            target = cast(Tensor, step.args[0])
+            target_now = cast(Tensor, real(target))
+            target_now.copy_(_draw(step, target_now, _storage_places(target), seed, tree_map(real, step.args)))
+            continue
         if step.site is not None:
             cast(Any, torch).manual_seed(int(seed[0]) ^ (step.site + 1) * 0x9E3779B9)
         result = step.op(*tree_map(real, step.args), **tree_map(real, dict(step.kwargs)))
@@ -202,6 +184,20 @@ def _replay(steps: Sequence[Step], t: Tensor, seed: Tensor) -> Tensor:
             made.setdefault(id(fake), found)
             bases.setdefault(storage_of(fake), found)
     return cast(Tensor, real(t)).detach()
+
+
+def _draws_by_place(step: Step) -> bool:
+    """Return whether a step draws into a tensor: the same numbers, whether the tensor is made whole, for another's sake, or in blocks."""
+    into = step.site is not None and step.op._schema.is_mutable and step.args and isinstance(step.args[0], Tensor)
+    return bool(into) and (step.op is TRUNCATED_NORMAL or functional_op(step.op) in DRAWN)
+
+
+def _storage_places(view: Tensor) -> Tensor:
+    """Return where in its storage each element of a view lies: its index in a contiguous tensor that has all of it."""
+    places = torch.full((), int(view.storage_offset()), dtype=torch.int64)
+    for size, stride in zip(view.shape, view.stride()):
+        places = places.unsqueeze(-1) + torch.arange(int(size)) * int(stride)
+    return places
 
 
 def _look(bases: dict[int, Tensor], fake: Tensor) -> Tensor:
