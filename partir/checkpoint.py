@@ -204,8 +204,7 @@ def _entries(
         entries.update({OPTIMIZER + name: block for name, block in own.blocks.items()})
         paths.update({OPTIMIZER + name: ("optimizer", "state", *key) for name, key in own.keys.items()})
         facts["optimizer"] = {"groups": own.groups, "plain": own.plain, "keys": dict(own.keys)}
-    folder_of.check_plain(facts)
-    entries[FACTS], paths[FACTS] = facts, (FACTS,)
+    entries[FACTS], paths[FACTS] = folder_of.plain_copy(facts), (FACTS,)
     return entries, paths
 
 

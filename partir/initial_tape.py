@@ -262,7 +262,8 @@ def _check_all_set(model: nn.Module, tape: Tape) -> None:
     if unset:
         raise PartirError(
             f"{type(model).__name__} was built on meta, and its init functions do not set all of {_some(unset)}: what __init__ computes is "
-            "not kept there. Set it in its module's reset_parameters, pass initialize=function(model), or make a buffer with device='cpu' in __init__."
+            "not kept there. Set it in its module's reset_parameters, pass initialize=function(model), or make a buffer with "
+            "device='cpu' in __init__."
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -73,6 +74,7 @@ class Proved:
         long: the call's graph.
         lengths, options: of the call.
         buffers: what was read, with the version that each had.
+        constants: that the long call's forward makes.
     """
 
     outputs: tuple[tuple[int, ...], ...]
@@ -81,6 +83,7 @@ class Proved:
     lengths: Lengths
     options: Options
     buffers: tuple[tuple[Tensor, int], ...]
+    constants: tuple[Tensor, ...]
 
     def holds(self) -> bool:
         """Return whether no buffer has changed since."""
@@ -92,10 +95,11 @@ class Proved:
             return True
         try:
             with rules.using(self.options.rules):
-                pair_calls(self.long, self.lengths.at(length)[1])
+                traced, graph = self.lengths.at(length)
+                pair_calls(self.long, graph)
         except PaddingError:
             return False
-        return True
+        return all(map(_is_start_of, _constants(traced), self.constants))
 
 
 def prove_lengths(
@@ -121,10 +125,10 @@ def prove_lengths(
         traced, long = lengths.at(length)
         again, short = lengths.at(primes[0])
         _refuse_other_results(traced, again)
-        known = _known(model, short, again.slots)
+        known = _known(model, long, traced.slots), _known(model, short, again.slots)
         outputs = prove_prefix(long, short, length, primes[0], known)
-    buffers = tuple((t, version_of(t)) for t in known.values())
-    return Proved(outputs, primes[0], long, lengths, options, buffers)
+    buffers = tuple((t, version_of(t)) for t in known[1].values())
+    return Proved(outputs, primes[0], long, lengths, options, buffers, _constants(traced))
 
 
 def _refuse_other_results(long: Traced, short: Traced) -> None:
@@ -133,6 +137,19 @@ def _refuse_other_results(long: Traced, short: Traced) -> None:
         raise PaddingError(f"forward writes the buffer {names}, which would hold what comes of the pad")
     if long.outputs.text != short.outputs.text:
         raise PaddingError(f"forward returns {long.outputs.text} at one length and {short.outputs.text} at another")
+
+
+def _constants(traced: Traced) -> tuple[Tensor, ...]:
+    return tuple(slot.value for slot in traced.slots if slot.kind == "constant" and slot.value is not None)
+
+
+def _is_start_of(short: Tensor, long: Tensor) -> bool:
+    """Return whether a constant is the first part of another, along the dims in which they differ."""
+    if short.dim() != long.dim():
+        return False
+    for dim, size in enumerate(short.shape):
+        long = long.narrow(dim, 0, min(size, long.shape[dim]))
+    return torch.equal(torch.nan_to_num(short), torch.nan_to_num(long))
 
 
 def _known(model: nn.Module, graph: GraphModule, slots: Sequence[InputSlot]) -> dict[str, Tensor]:

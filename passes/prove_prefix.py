@@ -18,7 +18,7 @@ Requires: graphs of `pipeline.factorise`; p divides no size that does not grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -36,16 +36,16 @@ Subs = tuple[tuple[SubDim, ...], ...]
 
 
 def prove_prefix(
-    long: GraphModule, short: GraphModule, length: int, prime: int, known: Mapping[str, Tensor]
+    long: GraphModule, short: GraphModule, length: int, prime: int, known: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the dims of each output that grow with the length, or say which call stands in the way.
 
     Args:
         long, short: the factorised graphs at `length` and at `prime`.
-        known: values of placeholders that are no inputs, by name: buffers and constants.
+        known: at both lengths, the values of placeholders that are no inputs, by name: buffers and constants.
 
     Raises:
-        PaddingError: names the first call for which it does not hold.
+        PaddingError: names the first call, or constant, for which it does not hold.
     """
     proof = Proof(pair_calls(long, short), length, prime, known)
     for node in short.graph.nodes:
@@ -62,14 +62,19 @@ class Proof:
         length, prime, known: as for `prove_prefix`.
     """
 
-    def __init__(self, twin: Mapping[Node, Node], length: int, prime: int, known: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, twin: Mapping[Node, Node], length: int, prime: int, known: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    ) -> None:
         self.twin, self.length, self.prime = twin, length, prime
         self.values: dict[Node, tuple[Any, Any]] = {}  # of what depends on no input, at both lengths
         self.above: dict[Node, Any] = {}  # what every element above the diagonal is, None where that is not one number
         for node in (node for node in twin if node.op == "placeholder"):
             self.above[node] = None
-            if node.name in known:
-                self.values[node] = (known[node.name], known[node.name])
+            if node.name in known[1]:
+                long, short = self.values[node] = (known[0][twin[node].name], known[1][node.name])
+                self._check_sizes(node)
+                self._check_values(node, [long], [short], "the values of this constant of forward change with the length")
+                self.above[node] = closed((long, short), self.diagonal(node))
 
     def judge(self, node: Node) -> None:
         """Check one call whose operands are checked.
@@ -93,8 +98,9 @@ class Proof:
         self.above.setdefault(node, above_of(node, self.above, self.diagonal))
 
     def fail(self, node: Node, why: str) -> NoReturn:
-        """Refuse a call."""
-        raise PaddingError(f"{source_line(node.meta)}: {name_of(node)}: {why}")
+        """Refuse a call, or a constant where it is first read."""
+        read = next(iter(node.users), node) if node.op == "placeholder" else node
+        raise PaddingError(f"{source_line(read.meta)}: {name_of(node)}: {why}")
 
     def grows(self, sub: SubDim) -> bool:
         """Return whether a sub-dim grows with the length."""
@@ -148,12 +154,15 @@ class Proof:
         is_table = table is not node and self.twin[table] is self.twin[node]
         long, short = self.values[table][0] if is_table else self._run(node, self.twin[node], 0), self._run(node, node, 1)
         pairs = [(long, short)] if isinstance(short, Tensor) else list(zip(long, short))
-        for subs, (a, b) in zip(node.meta["subdims"], pairs):
-            if not torch.equal(torch.nan_to_num(self._cut(a, subs)), torch.nan_to_num(_split(b, subs))):
-                self.fail(node, "what it computes for a position changes with the length")
+        self._check_values(node, *zip(*pairs), why="what it computes for a position changes with the length")
         self.values[node] = (long, short)
         self.above[node] = closed((long, short), self.diagonal(node)) if isinstance(short, Tensor) else None
         return True
+
+    def _check_values(self, node: Node, longs: Sequence[Tensor], shorts: Sequence[Tensor], why: str) -> None:
+        for subs, long, short in zip(node.meta["subdims"], longs, shorts):
+            if not torch.equal(torch.nan_to_num(self._cut(long, subs)), torch.nan_to_num(_split(short, subs))):
+                self.fail(node, why)
 
     def _run(self, node: Node, run: Node, place: int) -> Any:
         """Run a node or its twin on the known values of its operands."""

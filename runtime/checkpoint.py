@@ -79,8 +79,8 @@ class AtomicWriter(FileSystemWriter):
         sync_folder(self._target.parent)
 
 
-def check_plain(facts: Mapping[str, Any]) -> None:
-    """Refuse what could be written but not read back: a load takes data, never code.
+def plain_copy(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts as a load will find them, apart from what training goes on to change. A load takes data, never code.
 
     Raises:
         CheckpointError: a value is neither dict, list, number, text nor tensor.
@@ -89,7 +89,7 @@ def check_plain(facts: Mapping[str, Any]) -> None:
     try:
         torch.save(dict(facts), written)
         written.seek(0)
-        torch.load(written, weights_only=True)
+        return cast("dict[str, Any]", torch.load(written, weights_only=True))
     except Exception as error:
         raise CheckpointError(
             "extra= or the optimizer's groups hold a value that no checkpoint can: use dicts, lists, numbers, texts and tensors "

@@ -55,18 +55,28 @@ class Entry:
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """Return what a file, or a folder in Hugging Face's layout, holds, by name.
+    """Return what a file, or a folder in Hugging Face's layout, holds, by name. Of a sharded folder the index says which file counts.
 
     Raises:
-        CheckpointError: a file is missing or damaged; the message names it.
+        CheckpointError: a file is missing or damaged, or lacks what the index has in it; the message names it.
     """
+    index = _index(path)
+    if index is None:
+        return _entries_of(_single(path))
     found: dict[str, Entry] = {}
-    for file in _files(path):
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 (no dict)
-                part = opened.get_slice(name)
-                found[name] = Entry(file, tuple(part.get_shape()), _dtype(part.get_dtype(), name, file))
+    for file in sorted(set(index.values())):
+        held = _entries_of(file)
+        for name in (name for name, place in index.items() if place == file):
+            if name not in held:
+                raise CheckpointError(f"{file} does not hold {name}, which {path / INDEX} has there.")
+            found[name] = held[name]
     return found
+
+
+def _entries_of(file: Path) -> dict[str, Entry]:
+    with _opened(file) as opened:
+        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dict)
+        return {name: Entry(file, tuple(part.get_shape()), _dtype(part.get_dtype(), name, file)) for name, part in parts.items()}
 
 
 def read_blocks(wanted: Mapping[str, Sequence[tuple[Entry, Block]]]) -> None:
@@ -94,17 +104,22 @@ def _fill(opened: Any, name: str, block: Block) -> None:
             block.view(piece).copy_(opened.get_slice(name)[box])
 
 
-def _files(path: Path) -> list[Path]:
+def _index(path: Path) -> dict[str, Path] | None:
+    """Return the file of each tensor, where a folder has an index."""
+    if path.is_file() or not (path / INDEX).is_file():
+        return None
+    try:
+        places = cast("dict[str, str]", json.loads((path / INDEX).read_text())["weight_map"])
+        return {name: path / place for name, place in places.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path / INDEX} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _single(path: Path) -> Path:
     if path.is_file():
-        return [path]
-    if (path / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path / INDEX} is damaged: {type(error).__name__}: {error}") from error
-        return [path / cast(str, name) for name in names]
+        return path
     if (path / SINGLE).is_file():
-        return [path / SINGLE]
+        return path / SINGLE
     raise CheckpointError(f"{path} is neither a safetensors file nor a folder with {SINGLE} or {INDEX}.")
 
 

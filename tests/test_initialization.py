@@ -204,7 +204,7 @@ class Masked(nn.Module):
 
 
 def test_what_no_init_function_sets_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(PartirError, match="Masked was built on meta, and its init functions do not set all of gain, mask: what __init__ computes"):
+    with pytest.raises(PartirError, match="Masked was built on meta, and its init functions do not set all of gain, mask: what __init__"):
         partir.parallelize(on_meta(Masked), (1, 2, 1))
 
     def initialize(model: Any) -> None:
