@@ -66,6 +66,15 @@ def results_of(node: Node) -> tuple[torch.Tensor, ...]:
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
+def tensors_of(node: Node) -> tuple[torch.Tensor, ...]:
+    """Return those results of a node that are tensors: a backward formula leaves out the gradients that nobody wants."""
+    value = cast(Any, node.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    several = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else ()
+    return tuple(one for one in several if isinstance(one, torch.Tensor))
+
+
 def layouts_of(node: Node) -> tuple[Layout, ...]:
     """Return the layouts of a node's results."""
     layout = node.meta["layout"]

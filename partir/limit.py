@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from partir.graph import operands, results_of
+from partir.graph import operands, tensors_of
 from partir.mesh import Mesh
 from partir.records import Collective
 from partir.rules import Binding
@@ -172,7 +172,7 @@ def _product(node: Node, mesh: Mesh, training: bool, received: int) -> Product:
     reads = operands(node)
     grads = [bool(reads[place].meta.get("grad")) for place in (product.a, product.b)]
     number = 1 + (sum(grads) if training else 0)
-    itemsize = results_of(node)[0].dtype.itemsize
+    itemsize = tensors_of(node)[0].dtype.itemsize
     best = best_mesh(m, n, k, mesh.size)
     bound = lower_bound(m, n, k, mesh.size) * itemsize * number
     return Product(node.name, m, n, k, received, bound, best, law_elements(m, n, k, best) * itemsize * number, number)

@@ -27,7 +27,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partir.collectives import split_axes
-from partir.graph import collective_name, operands, results_of, tensor_of
+from partir.graph import collective_name, operands, tensor_of, tensors_of
 from partir.hardware import Hardware, Pace, load_hardware
 from partir.mesh import Mesh
 from partir.overlap import as_run
@@ -280,5 +280,5 @@ def _play(clock: Clock, node: Node) -> None:
         clock.wait(node.all_input_nodes[0].name)
     elif is_work(node):
         flops = node_flops(node)
-        dtype = tensor_of(operands(node)[0]).dtype if flops else results_of(node)[0].dtype
+        dtype = tensor_of(operands(node)[0]).dtype if flops else tensors_of(node)[0].dtype
         clock.compute(node.name, flops, dtype, node_bytes(node))

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from partir.graph import collective_name, is_call, is_collective, operands, results_of, tensor_of
+from partir.graph import collective_name, is_call, is_collective, operands, tensor_of, tensors_of
 
 aten = torch.ops.aten
 # The table lacks the CPU's attention; its first arguments are those of the GPU's.
@@ -41,7 +41,7 @@ def node_bytes(node: Node) -> int:
     """Return the bytes that a call reads and writes; views and renamings move none."""
     if not is_work(node):
         return 0
-    written = sum(map(stored_bytes, results_of(node)))
+    written = sum(map(stored_bytes, tensors_of(node)))
     reads = [stored_bytes(tensor_of(operand)) for operand in operands(node)]
     if getattr(node.target, "overloadpacket", None) in LOOK_UPS or (is_collective(node) and collective_name(node) == "slice"):
         reads[0] = min(reads[0], written)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import _decomp as decompositions_of_torch
 from torch import fx
+from torch.backends import mkldnn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -221,7 +222,8 @@ def _trace(node: fx.Node, function: Callable[..., Any]) -> fx.Graph | None:
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
     if mode is None:
         return None
-    with mode:
+    # oneDNN would make an LSTM of float32 on the CPU one op of its own; anywhere else it is products, which have rules.
+    with mode, mkldnn.flags(enabled=False, allow_tf32=None):  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
         # Contiguous: strides are no part of a graph, and some of torch's decompositions write by them.
         fakes = [fake.new_empty(fake.shape) for fake in fakes]
         try:

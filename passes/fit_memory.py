@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from partir.errors import PartirError
-from partir.graph import results_of
+from partir.graph import tensors_of
 from partir.mesh import Mesh
 from partir.passes.differentiate import Joint, made_again_in, parts_of
 from partir.passes.node_facts import GATHERS, collective, is_getitem, is_random, operands
@@ -160,5 +160,4 @@ def say(parts: Partition, budget: int, peak: int) -> tuple[str, ...]:
 
 
 def _sum(nodes: Sequence[Node]) -> str:
-    values: list[object] = [t for node in nodes for t in results_of(node)]
-    return spell_bytes(sum(t.numel() * t.dtype.itemsize for t in values if isinstance(t, torch.Tensor)))
+    return spell_bytes(sum(t.numel() * t.dtype.itemsize for node in nodes for t in tensors_of(node)))

@@ -62,8 +62,22 @@ def has_tag(node: Node, tag: torch.Tag) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Return whether ``node`` draws from a generator, so that a second run differs."""
-    return has_tag(node, torch.Tag.nondeterministic_seeded)
+    """Return whether ``node`` draws from a generator, or is a result of one that does, so that a second run differs.
+
+    Attention is tagged so for its dropout; without any it draws nothing.
+    """
+    if is_getitem(node):
+        return is_random(operands(node)[0])
+    return has_tag(node, torch.Tag.nondeterministic_seeded) and _argument(node, "dropout_p") != 0.0
+
+
+def _argument(node: Node, name: str) -> Any:
+    """Return an argument of a call to a torch op, its default where it is left out; None where the op has none of this name."""
+    for place, argument in enumerate(cast(Any, node.target)._schema.arguments):
+        if argument.name == name:
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
 
 
 def is_pointwise(node: Node) -> bool:

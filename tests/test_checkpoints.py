@@ -127,6 +127,42 @@ def test_a_checkpoint_in_another() -> None:
     assert sum("tanh" in node.name for node in results) == 1  # what leaves the outer one
 
 
+class Attention(nn.Module):
+    """Causal attention and a top-k, both ops of several results, in a checkpoint of a whole block."""
+
+    def __init__(self, how: bool | None) -> None:
+        super().__init__()
+        self.how, self.qkv, self.out = how, nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def inside(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(*x.shape[:2], 4, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.out(mixed) * mixed.topk(2, dim=-1).values.sum(-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.inside(x) if self.how is None else cast(Any, checkpoint)(self.inside, x, use_reentrant=self.how)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("how", [True, False])
+def test_attention_inside_is_made_again(how: bool, mesh: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    eager, x = Attention(None).double(), torch.randn(8, 6, HIDDEN, dtype=torch.float64, requires_grad=True)
+    model = Attention(how).double()
+    model.load_state_dict(eager.state_dict())
+    model = partir.parallelize(model, mesh)
+    loss, expected = model(x), eager(x)
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    inputs = [torch.autograd.grad(value, [x, *of.parameters()]) for value, of in ((loss, model), (expected, eager))]
+    for got, want in zip(*inputs, strict=True):
+        assert torch.allclose(got, want, atol=1e-12)
+    program = parallelized(model).programs()[0]
+    targets = [str(node.target) for node in cast(Any, program.backward).graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len([target for target in targets if "backward" not in target]) == 2, "each block's attention is made again in the backward"
+
+
 def test_torch_is_as_it_was_after_a_trace() -> None:
     before = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore
     partir.plan(model_of(True), (2, 1, 1), rows())

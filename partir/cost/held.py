@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch.fx import Node
 
 from partir.cost.cost import Cost
 from partir.cost.lifetimes import blocks_of
 from partir.cost.monomial import Monomial
-from partir.graph import results_of
+from partir.graph import tensors_of
 from partir.program import Program
 
 
@@ -19,8 +17,7 @@ class ActualSizes:
 
     def numels(self, node: Node) -> tuple[Monomial, ...]:
         """Return the number of elements of each result of a node."""
-        results = cast("tuple[object, ...]", results_of(node))
-        return tuple(Monomial.of(result.numel()) for result in results if isinstance(result, torch.Tensor))
+        return tuple(Monomial.of(result.numel()) for result in tensors_of(node))
 
 
 def peak_bytes(program: Program) -> int:

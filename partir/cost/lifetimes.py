@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from partir.cost.messages import copies_of, is_same
 from partir.cost.monomial import Monomial, Values
 from partir.errors import module_path
-from partir.graph import is_collective, is_getitem, is_view, operands
+from partir.graph import is_collective, is_getitem, is_view, operands, tensors_of
 from partir.mesh import Mesh
 from partir.overlap import as_run
 from partir.program import Program
@@ -96,7 +96,7 @@ class _Stage:
             made = self.named.get(node.name)
             if made is None or is_getitem(made) or self._is_other_name(made):
                 continue
-            for place, (tensor, numel) in enumerate(zip(_tensors(made), self.sizes.numels(made), strict=True)):
+            for place, (tensor, numel) in enumerate(zip(tensors_of(made), self.sizes.numels(made), strict=True)):
                 storage = (made.name, place)
                 last = self.end if storage in kept else dies.get(storage, number)
                 many = self.counts.get(layer_of(module_path(made.meta)), 1) if storage in kept else 1
@@ -124,10 +124,12 @@ class _Stage:
             return []
         wait = self._wait_of(start)
         sent, received = copies_of(node, self.mesh)
-        parts = [numel * tensor.dtype.itemsize for read in operands(node) for tensor, numel in zip(_tensors(read), self.sizes.numels(read))]
-        results = [numel * tensor.dtype.itemsize for tensor, numel in zip(_tensors(node), self.sizes.numels(node))]
-        held = (parts if sent else []) + (results if received else [])
+        held = [one for read in operands(node) for one in self._bytes(read)] if sent else []
+        held += self._bytes(node) if received else []
         return [Block(TEMPORARY, one, self.stage, start, wait, node.name) for one in held]
+
+    def _bytes(self, node: Node) -> list[Monomial]:
+        return [numel * tensor.dtype.itemsize for tensor, numel in zip(tensors_of(node), self.sizes.numels(node))]
 
     def _wait_of(self, start: int) -> int:
         wait = next(iter(self.order[start].users), None)
@@ -180,8 +182,3 @@ def _looks(node: Node) -> bool:
     """Return whether a reshape looks at its operand: as a fake one does."""
     read, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
     return read.is_contiguous() or made.stride() == read.stride()
-
-
-def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
-    value = node.meta["val"]
-    return (value,) if isinstance(value, torch.Tensor) else tuple(one for one in value if isinstance(one, torch.Tensor))

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from partir.collectives import split_axes
 from partir.cost.monomial import Monomial
-from partir.graph import collective_name, is_collective, is_getitem, operands
+from partir.graph import collective_name, is_collective, is_getitem, operands, tensors_of
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.subdims import Sizes
@@ -59,8 +59,8 @@ class ProgramSizes:
 
     def numels(self, node: Node) -> tuple[Monomial, ...]:
         """Return the number of elements of each result of a node on one rank."""
-        known = self._numels.get(node, (None,) * len(_tensors(node)))
-        return tuple(one or Monomial.of(value.numel()) for one, value in zip(known, _tensors(node), strict=True))
+        known = self._numels.get(node, (None,) * len(tensors_of(node)))
+        return tuple(one or Monomial.of(value.numel()) for one, value in zip(known, tensors_of(node), strict=True))
 
     def is_named(self, node: Node) -> bool:
         """Return whether the sizes of a node are understood rather than numbers."""
@@ -84,7 +84,7 @@ class ProgramSizes:
 
     def _set(self, node: Node, numels: Numels) -> bool:
         """Note sizes that agree with the program's own; return whether something new is known."""
-        tensors = _tensors(node)
+        tensors = tensors_of(node)
         if len(numels) != len(tensors) or node in self._numels and None not in self._numels[node]:
             return False
         checked = tuple(
@@ -110,7 +110,7 @@ class ProgramSizes:
                 self._set(node, whole[index : index + 1])
             elif is_collective(node):
                 self._through(node, operands(node)[:1], node, 1)
-            elif len(_tensors(node)) > 1:
+            elif len(tensors_of(node)) > 1:
                 self._parts(node)
             elif _name(node) not in CONTRACTIONS:
                 self._elementwise(node)
@@ -119,7 +119,7 @@ class ProgramSizes:
         """Each result is as large as an operand of its size; one without elements to compare stays a number."""
         reads = [read for read in node.all_input_nodes if self._known(read) is not None]
         found: list[Monomial | None] = []
-        for value in _tensors(node):
+        for value in tensors_of(node):
             like = next((r for r in reads if value.numel() > 1 and _is_like(node, r.meta["val"], value)), None)
             found.append(self._known(like) if like is not None else Monomial.of(1) if value.numel() == 1 else None)
         self._set(node, tuple(found))
@@ -128,9 +128,9 @@ class ProgramSizes:
         """Of several results the first is known from its reader; the others are a fixed part of it (a number a row beside the row)."""
         self._elementwise(node)
         items = {cast(int, user.args[1]): self._known(user) for user in node.users if is_getitem(user)}
-        found = list(self._numels.get(node, (None,) * len(_tensors(node))))
+        found = list(self._numels.get(node, (None,) * len(tensors_of(node))))
         found = [known or items.get(index) for index, known in enumerate(found)]
-        first, tensors = found[0], _tensors(node)
+        first, tensors = found[0], tensors_of(node)
         if first is not None:
             found = [known or first * Fraction(value.numel(), tensors[0].numel()) for known, value in zip(found, tensors)]
         self._numels.pop(node, None)
@@ -147,7 +147,7 @@ class ProgramSizes:
                 self._through(node, [node], operands(node)[0] if operands(node) else node, -1)
             elif _name(node) not in CONTRACTIONS:
                 for read in node.all_input_nodes:
-                    if _numel(node) > 1 and len(_tensors(read)) == 1 and _is_like(node, _tensors(read)[0], _tensors(node)[0]):
+                    if _numel(node) > 1 and len(tensors_of(read)) == 1 and _is_like(node, tensors_of(read)[0], tensors_of(node)[0]):
                         self._set(read, (self._known(node),))
 
     def _bucket(self, node: Node) -> None:
@@ -159,7 +159,7 @@ class ProgramSizes:
     def _through(self, node: Node, sources: Sequence[Node], target: Node, sign: int) -> None:
         """Size of a collective's result from its operand, or the other way round."""
         known = self._known(sources[0]) if sources else None
-        if known is None or collective_name(node).endswith("_bucket") or len(_tensors(node)) != 1:
+        if known is None or collective_name(node).endswith("_bucket") or len(tensors_of(node)) != 1:
             return
         axes = split_axes(str(_argument(node, "axis"))) if collective_name(node) in SHRINKING else ()
         grows = SHRINKING.get(collective_name(node), 0) * sign > 0
@@ -168,7 +168,7 @@ class ProgramSizes:
     def _name_by_origin(self, graph: GraphModule) -> None:
         """Name what is left by the op that it serves; of a product's candidates the one that leaves a square: mn * nk / mk = n^2."""
         for node in graph.graph.nodes:
-            if node.op != "call_function" or node in self._numels or len(_tensors(node)) != 1:
+            if node.op != "call_function" or node in self._numels or len(tensors_of(node)) != 1:
                 continue
             candidates = [one for one in self._candidates(node) if one.value(self.values) == _numel(node)]
             factors = [self._known(read) for read in node.all_input_nodes[-2:]]
@@ -210,16 +210,8 @@ def block_numel(layout: Layout, sizes: Sizes | None, symbols: Mapping[int, str],
     return total
 
 
-def _tensors(node: Node) -> tuple[torch.Tensor, ...]:
-    value = cast(Any, node.meta.get("val"))
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    several = cast("tuple[object, ...]", value) if isinstance(value, (list, tuple)) else ()
-    return tuple(one for one in several if isinstance(one, torch.Tensor))
-
-
 def _numel(node: Node) -> int:
-    tensors = _tensors(node)
+    tensors = tensors_of(node)
     return tensors[0].numel() if len(tensors) == 1 else -1
 
 

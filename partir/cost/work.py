@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from partir.cost.monomial import Monomial
 from partir.cost.sizes import ProgramSizes
 from partir.errors import module_path
-from partir.graph import is_collective, operands, results_of, tensor_of
+from partir.graph import is_collective, operands, tensor_of, tensors_of
 from partir.records import layer_of
 from partir.work import is_work, node_bytes, node_flops
 
@@ -60,7 +60,7 @@ def _stage(
         if not is_work(node):
             continue
         flops = 0 if is_collective(node) else node_flops(node)
-        dtype = tensor_of(operands(node)[0]).dtype if flops and operands(node) else results_of(node)[0].dtype
+        dtype = tensor_of(operands(node)[0]).dtype if flops and operands(node) else tensors_of(node)[0].dtype
         done = _in_symbols(flops, shares.get(str(node.meta.get("origin"))), sizes)
         yield Work(stage, node.name, done, _memory(node, sizes), dtype, counts.get(layer_of(module_path(node.meta)), 1))
 
@@ -89,7 +89,7 @@ def _shares(nodes: Iterable[Node], sizes: ProgramSizes) -> dict[str, Monomial]:
 
 def _memory(node: Node, sizes: ProgramSizes) -> tuple[Monomial, ...]:
     """Return the bytes that a node reads and writes, as `partir.work.node_bytes` counts them."""
-    tensors = [(read, place) for read in operands(node) for place in (0,)] + [(node, place) for place in range(len(results_of(node)))]
-    parts = [sizes.numels(one)[place] * results_of(one)[place].dtype.itemsize for one, place in tensors]
+    tensors = [(read, place) for read in operands(node) for place in (0,)] + [(node, place) for place in range(len(tensors_of(node)))]
+    parts = [sizes.numels(one)[place] * tensors_of(one)[place].dtype.itemsize for one, place in tensors]
     counted, whole = node_bytes(node), sum(part.value(sizes.values) for part in parts)
     return tuple(part * (Fraction(counted) / Fraction(whole)) for part in parts) if whole else ()
