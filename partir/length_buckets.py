@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from partir.errors import PaddingError, PartirError
 from partir.inference import ordinary_tensors
-from partir.signature import signature
+from partir.signature import signature_here
 
 if TYPE_CHECKING:
     from partir.parallelized import Parallelized
@@ -110,7 +110,7 @@ class LengthBuckets:
     def _prove(
         self, state: Parallelized, model: nn.Module, leaves: list[Tensor], structure: Any, dims: dict[int, int], size: int
     ) -> Any:
-        key = (signature(model, leaves, structure.text), structure)
+        key = signature_here(model, leaves, structure)[1]
         found = self._proved.get(key)
         if found is None or not found.holds():
             with ordinary_tensors():

@@ -27,7 +27,7 @@ from partir.runtime.accumulate import Accumulator, DistributedRunner, Runner, Si
 from partir.runtime.initial_blocks import fill_left_out
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
-from partir.signature import layout_of_dtensor, refuse_meta, signature
+from partir.signature import layout_of_dtensor, refuse_meta, signature_here
 
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -147,8 +147,8 @@ class Parallelized:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor], structure: Any
     ) -> tuple[Entry, tuple[int, int]]:
         """Return the program of a call and the seed and call number, on which all ranks agree."""
-        text = signature(model, leaves, structure.text)
-        key, seed, calls = (text, structure), torch.initial_seed(), self.calls
+        text, key = signature_here(model, leaves, structure)
+        seed, calls = torch.initial_seed(), self.calls
         found, session = self._programs.get(key), self.session(model)
         if session is None:
             if found is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from partir.errors import PartirError
 from partir.layout import Dim, Layout, Part, dtype_name
 from partir.mesh import Mesh
+from partir.model_facts import Facts, facts_of
 from partir.precision import autocast_text
 
 
@@ -29,31 +30,22 @@ def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str
     >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)").split("; modules")[0]
     'tuple(*); inputs cpu torch.float32 [3, 2]; grad on; training all; frozen none'
     """
+    return _text(leaves, structure, facts_of(model))
+
+
+def signature_here(model: nn.Module, leaves: Sequence[Tensor], structure: Any) -> tuple[str, Hashable]:
+    """Return the signature, and what tells calls apart in this process: it knows which function or tensor an attribute is."""
+    facts = facts_of(model)
+    text = _text(leaves, structure.text, facts)
+    return text, (text, structure, facts.objects)
+
+
+def _text(leaves: Sequence[Tensor], structure: str, facts: Facts) -> str:
     inputs = ", ".join(_describe(leaf) for leaf in leaves)
-    modes = {name or "root": module.training for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    training = "all" if all(modes.values()) else ", ".join(name for name, on in modes.items() if on) or "none"
-    grad = "on" if torch.is_grad_enabled() else "off"
-    text = f"{structure}; inputs {inputs}; grad {grad}; training {training}; frozen {', '.join(frozen) or 'none'}"
-    autocast = autocast_text()
-    return f"{text}{f'; autocast {autocast}' if autocast else ''}; modules {_digest(model)}"
-
-
-def _digest(model: nn.Module) -> str:
-    """Return a digest of what else a trace reads: each module's class and plain attributes (a dropout's p), each tensor's dtype.
-
-    An attribute that changes at every call (a counter) makes every call a new signature: slow, where a stale value would be wrong.
-    Only values that print alike on every rank count: a function prints its address.
-    """
-    found: list[Any] = []
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        plain = [(key, value) for key, value in vars(module).items() if key[0] != "_" and isinstance(value, _PLAIN)]
-        found.append((name, type(module).__qualname__, plain))
-    found += [(name, t.dtype) for name, t in [*model.named_parameters(), *model.named_buffers()]]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
-
-
-_PLAIN = (bool, int, float, str)
+    grad, autocast = "on" if torch.is_grad_enabled() else "off", autocast_text()
+    text = f"{structure}; inputs {inputs}; grad {grad}; training {facts.training}; frozen {facts.frozen}"
+    modules = hashlib.sha256(repr(facts.rows).encode()).hexdigest()[:16]
+    return f"{text}{f'; autocast {autocast}' if autocast else ''}; modules {modules}"
 
 
 def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:

@@ -85,7 +85,12 @@ class Session:
         self.parameters = Parameters(mesh, self.groups)
 
     def checkpoint_group(self) -> Any:
-        """Return the group of all ranks in which checkpoints are written, perhaps by a thread: none but they send in it."""
+        """Return the group of all ranks in which checkpoints are written, perhaps by a thread: none but they send in it.
+
+        Raises:
+            RankError: other ranks do something else meanwhile: a rank that made the group alone would wait for them.
+        """
+        self.agreement.compare("the saving of a checkpoint", "every rank has a part in it")
         group = self.groups.control("checkpoints")
         return group.process_group if group.size > 1 else None
 
