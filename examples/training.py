@@ -109,6 +109,9 @@ def draw_losses(trainees: list[Trainee], path: Path) -> None:
 
 def report(trainees: list[Trainee], seconds: float) -> None:
     steps = len(trainees[0].losses)
+    if not steps:
+        print("no step was left to make: give more --steps than the checkpoint has")
+        return
     print(f"{steps} steps in {seconds:.1f} s")
     for trainee in trainees:
         print(f"{trainee.name}: loss {trainee.losses[0]:.4f} -> {trainee.losses[-1]:.4f}")

@@ -101,7 +101,7 @@ def parallelize(
         raise PartirError(
             f"{type(model).__name__} has a forward set on the instance, which would hide the compiled one; set it on the class."
         )
-    limit = None if timeout is None else timedelta(seconds=timeout)
+    limit = _limit(timeout)
     files = rule_files.read(rules)
     given = Options(
         memory=memory_text(memory),
@@ -130,6 +130,14 @@ def parallelize(
     if example_inputs is not None or example_kwargs is not None:
         _prepare(model, state, positional(example_inputs), dict(example_kwargs or {}))
     return model
+
+
+def _limit(timeout: float | None) -> timedelta | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(cast(object, timeout), (int, float)) or not 0 < timeout < 1e9:
+        raise PartirError(f"timeout={timeout!r} is no number of seconds above 0.")
+    return timedelta(seconds=timeout)
 
 
 def _prepare(model: nn.Module, state: Parallelized, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -115,6 +115,8 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     Raises:
         PartirError: it does not, or tensors have other numbers of samples.
     """
+    if isinstance(count, bool) or not isinstance(cast(object, count), int):
+        raise PartirError(f"micro_batches: the number of parts is {count!r}, a {type(count).__name__}; give an integer.")
     leaves, structure = pytree.tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     _check_parts(tensors, count)

@@ -16,7 +16,7 @@ from partir.errors import CheckpointError
 from partir.model_state import (
     Names,
     Saved,
-    check_groups,
+    check_optimizer,
     match_names,
     model_state,
     optimizer_names,
@@ -225,7 +225,7 @@ def _plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Pat
         own = facts.get("optimizer")
         if own is None:
             raise CheckpointError(f"{source} holds no optimizer state; pass None for the optimizer.")
-        check_groups(str(source), optimizer_names(model, optimizer), own["groups"])
+        check_optimizer(str(source), model, optimizer, own["groups"])
         room, tensors = room_for_optimizer(model, optimizer, own["keys"], _saved(metadata, OPTIMIZER))
         rounds[0].update({OPTIMIZER + name: block for name, block in room.items()})
     return _Plan(names, rounds, facts, tensors)
@@ -252,6 +252,11 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Pat
     packed = optimizer.state_dict()["param_groups"]
     groups = [{**group, "params": mine["params"]} for group, mine in zip(own["groups"], packed)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, tensors in plan.tensors.items():
+        held = optimizer.state[parameters[places[name]]]
+        # torch casts state to the dtype of its parameter: the float32 copy that an optimizer keeps of a bfloat16 one would be rounded.
+        held.update({key: t for key, t in tensors.items() if isinstance(held.get(key), torch.Tensor) and held[key].dtype != t.dtype})
 
 
 def _saved(metadata: Any, prefix: str) -> dict[str, Saved]:

@@ -120,7 +120,7 @@ def _elementwise(tape: Tape, t: Tensor) -> list[tuple[Step, Region | None]] | No
         if _is_view(step):
             continue
         target = step.args[0] if step.args else None
-        alone = [read for read in step.reads() if read is not target] == []
+        alone = len(step.reads()) == 1
         if not isinstance(target, Tensor) or storage_of(target) != storage_of(t) or not alone or not _is_elementwise(step):
             return None
         region = region_of(target, t)

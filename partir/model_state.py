@@ -217,12 +217,23 @@ def room_for_optimizer(
     return blocks, tensors
 
 
-def check_groups(where: str, expected: list[list[str]], groups: list[dict[str, Any]]) -> None:
-    """Refuse an optimizer state that is of other parameters.
+def check_optimizer(where: str, model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Refuse an optimizer state that is of another kind of optimizer, or of other parameters.
 
     Raises:
         CheckpointError: lists the names.
     """
+    saved = {key for group in groups for key in group} - {"params"}
+    own = {key for group in optimizer.param_groups for key in group} - {"params"}
+    if saved - own and own - saved:  # a schedule adds options, another optimizer lacks some, too
+        raise CheckpointError(
+            f"{where}: its optimizer state is of another optimizer than {type(optimizer).__name__}: it has the options "
+            f"{', '.join(sorted(saved - own))}, which this one lacks, and not {', '.join(sorted(own - saved))}. Nothing was loaded."
+        )
+    _check_groups(where, optimizer_names(model, optimizer), groups)
+
+
+def _check_groups(where: str, expected: list[list[str]], groups: list[dict[str, Any]]) -> None:
     saved = [cast("list[str]", group["params"]) for group in groups]
     if [sorted(own) for own in saved] == [sorted(own) for own in expected]:
         return

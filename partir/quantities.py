@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from partir.errors import PartirError
@@ -19,7 +20,7 @@ def parse_bytes(text: str | int | float) -> int:
     (40000000000, 1610612736, 1000)
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
-    if found is None or found[2] not in UNITS or not float(found[1]) > 0:
+    if found is None or found[2] not in UNITS or not 0 < float(found[1]) < math.inf:
         raise PartirError(f"memory={text!r} is no number of bytes; write \"40GB\", \"40GiB\" or 40_000_000_000.")
     return int(float(found[1]) * UNITS[found[2]])
 

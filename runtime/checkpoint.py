@@ -108,7 +108,10 @@ def prepare(path: Path) -> None:
     if path.exists():
         raise CheckpointError(f"{path} exists: a checkpoint is never overwritten. Name each by its step, or remove it first.")
     shutil.rmtree(unfinished(path), ignore_errors=True)
-    unfinished(path).mkdir(parents=True)
+    try:
+        unfinished(path).mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be made: {error}") from error
 
 
 def write(entries: Entries, paths: Mapping[str, tuple[Any, ...]], writer: AtomicWriter, group: Any) -> None:
@@ -223,10 +226,14 @@ def check_files(path: Path, share: int = 0, num_shares: int = 1) -> None:
 
 
 def complete(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (step, path) of the complete checkpoints in a folder."""
+    """Yield (step, path) of the complete checkpoints in a folder, with a warning of each that is damaged."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if not path.name.startswith(".") and (path / MANIFEST).is_file():
+        if path.name.startswith(".") or not (path / MANIFEST).is_file():
+            continue
+        try:
             yield manifest(path)["step"], path
+        except CheckpointError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
 
 
 def checksum(file: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partir import parallelize
+from partir import parallelize, save_checkpoint
 from partir.errors import NonFiniteError, RankError
 from partir.module import parallelized
 
@@ -148,6 +149,18 @@ def check_a_loss_that_is_nan(rank: int) -> None:
     assert isinstance(error, NonFiniteError) and f"rank {rank}, call 2: the loss output[0] is nan. %log = aten.log.default" in text, text
     assert "failing_ranks.py:" in text and re.search(r"makes 1 nan of 32 values on rank [23] of %\w+: values from -2 to 1\.", text), text
     assert torch.isfinite(model(x.abs()))
+
+
+def check_a_rank_that_saves_alone(rank: int) -> None:
+    """The others go on to the next call: all are told so at once."""
+    model = made()
+    model(torch.ones(8, 16))
+    folder = Path(tempfile.gettempdir(), f"partir_saves_alone_{os.getpid()}")
+    error = error_within(30, lambda: save_checkpoint(model, None, folder) if rank == 0 else model(torch.ones(8, 16)))
+    text = str(error)
+    assert isinstance(error, RankError) and "differs between ranks: rank 0 from the others" in text, text
+    assert "rank 0: the saving of a checkpoint" in text and "ranks 1, 2, 3: the signature of a call" in text, text
+    assert not folder.exists()
 
 
 def check_nothing_is_left(rank: int) -> None:

@@ -81,6 +81,7 @@ def test_micro_batches_are_equal_parts() -> None:
     [
         (lambda: partir.micro_batches(torch.ones(10, 2), 4), "a batch of 10 samples does not divide into 4 equal parts"),
         (lambda: partir.micro_batches(torch.ones(10, 2), 0), "does not divide into 0 equal parts: .* Choose from 1, 2, 5, 10."),
+        (lambda: partir.micro_batches(torch.ones(10, 2), 2.0), r"the number of parts is 2.0, a float; give an integer"),  # pyright: ignore
         (lambda: partir.micro_batches([torch.ones(4), torch.ones(6)], 2), r"share their first dim; theirs are \[4, 6\]"),
         (lambda: partir.batch_slice(partir.parallelize(nn.Linear(2, 2), (1, 1, 1))), "Linear is not compiled yet"),
         (lambda: partir.batch_slice(_linear_plan(), 4), "rank 4 is not of mesh .* 0 to 3"),

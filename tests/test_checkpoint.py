@@ -72,14 +72,68 @@ def test_without_the_seed_dropout_would_differ(saved: Any) -> None:
 
 def test_a_later_change_does_not_reach_an_asynchronous_save(tmp_path: Path) -> None:
     model, optimizer = parallel((2, 1, 1), 0)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
     state = whole_state(model, optimizer)
-    saving = partir.save_checkpoint(model, optimizer, tmp_path / "step_0", asynchronous=True)
+    extra: dict[str, Any] = {"place": torch.tensor([24]), "seen": [1], "schedule": {"last": 5}}
+    saving = partir.save_checkpoint(model, optimizer, tmp_path / "step_0", extra=extra, asynchronous=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
+    extra["place"].add_(1)
+    extra["seen"].append(2)
+    extra["schedule"].update(last=6)
+    optimizer.param_groups[0]["lr"].fill_(9)
     assert saving.wait() == tmp_path / "step_0" and saving.done()
-    partir.load_checkpoint(model, optimizer, tmp_path / "step_0")
+    found = partir.load_checkpoint(model, optimizer, tmp_path / "step_0")
     assert same_bits(whole_state(model, optimizer), state)
+    assert found.extra == {"place": torch.tensor([24]), "seen": [1], "schedule": {"last": 5}}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class MasterWeights(torch.optim.SGD):
+    """Keeps a float32 copy of each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            master = self.state[parameter].setdefault("master", parameter.detach().float())
+            master.sub_(parameter.grad.float(), alpha=1e-3)
+            parameter.data.copy_(master)
+
+
+def test_state_of_another_dtype_than_its_parameter(tmp_path: Path) -> None:
+    models = [partir.parallelize(torch.nn.Linear(8, 6).bfloat16(), mesh) for mesh in ((2, 1, 1), (1, 2, 1))]
+    optimizers = [MasterWeights(model.parameters(), lr=1.0) for model in models]
+    models[0](torch.randn(4, 8).bfloat16()).sum().backward()
+    optimizers[0].step()
+    partir.save_checkpoint(models[0], optimizers[0], tmp_path / "step_1")
+    partir.load_checkpoint(models[1], optimizers[1], tmp_path / "step_1")
+    saved, loaded = ([t["master"] for t in optimizer.state.values()] for optimizer in optimizers)
+    assert all(a.dtype == b.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = partir.parallelize(torch.nn.Linear(8, 6), (2, 1, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    partir.save_checkpoint(model, optimizer, tmp_path / "step_1")
+    with pytest.raises(CheckpointError, match=r"of another optimizer than SGD: it has the options amsgrad, betas.* and not .*momentum"):
+        partir.load_checkpoint(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "step_1")
+    partir.load_checkpoint(model, torch.optim.AdamW(model.parameters()), tmp_path / "step_1")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (1, 2):
+        partir.save_checkpoint(model, None, tmp_path / f"step_{step}", step=step)
+    (tmp_path / "step_2" / "checkpoint.json").write_text("{")
+    with pytest.warns(UserWarning, match="passed over: .*step_2.*is damaged"):
+        assert partir.latest_checkpoint(tmp_path) == tmp_path / "step_1"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        partir.save_checkpoint(torch.nn.Linear(2, 2), None, tmp_path / "file" / "step_1")
 
 
 def test_torch_reads_it_too(saved: Any, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ MISTAKES = {
     "cost model.py:make --mesh 2,2,2 --hardware none": "hardware 'none' is neither a shipped profile",
     "mesh model.py:make --ranks 0": "a mesh has at least one rank",
     "mesh model.py:make --ranks 8 --memory lots": "memory='lots' is no number of bytes",
+    "mesh model.py:make --ranks 8 --memory 1e400GB": "memory='1e400GB' is no number of bytes",
     "plan --hf no_model_type.json --mesh 2,2,2": 'a config of Hugging Face has a "model_type"',
     "plan --hf unknown.json --mesh 2,2,2": "--hf unknown.json: ValueError: Unrecognized model identifier: no-such-model.",
     "plan --hf gpt2.json --seq 64 --mesh 2,2,2": "--seq 64: this model takes at most 32 positions.",

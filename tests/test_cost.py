@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -240,3 +241,23 @@ def test_monomials() -> None:
     assert rows_of_a_rank.times(["x"]).value({"B": 2, "S": 3}) == 36
     assert rows_of_a_rank.value({"B": 1, "S": 1, "x": 4}) == Fraction(3, 2)
     assert (rows_of_a_rank * rows_of_a_rank).is_square() and not rows_of_a_rank.is_square()
+
+
+class Front(nn.Module):
+    """Begins with an op whose backward leaves out the gradient of its input, which takes none."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.head = first, nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x)).square().mean()
+
+
+@pytest.mark.parametrize("first", [nn.Conv1d(4, 6, 3, padding=1), nn.LayerNorm(16), nn.BatchNorm1d(4)], ids=lambda m: type(m).__name__)
+def test_a_gradient_that_nobody_wants_costs_nothing(first: nn.Module, tmp_path: Path) -> None:
+    model, x = Front(first), torch.randn(8, 4, 16)
+    plan = partir.plan(model, (2, 1, 1), x)
+    assert plan.cost().peak_memory() > 0 and plan.time("dgx-a100").seconds > 0
+    plan.timeline(tmp_path / "trace.json", "dgx-a100")
+    assert len(partir.suggest_mesh(model, 2, x, sure=1)) > 1

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import partir
 from examples.models.gpt import GPT, GPTConfig
 from partir import rules
 from partir.errors import RuleError
@@ -200,3 +201,10 @@ def test_an_op_without_a_rule_is_an_error_that_holds_the_rule() -> None:
         decompose_ops(trace(Scales(), (torch.ones(()),)).graph_module, has_rule)
     assert "\n    op partir_test.scale(x[* ...], factor, weight?[* ...]) -> y[* ...]\nwith a name for each dim" in str(caught.value)
     decompose_ops(trace(nn.Linear(2, 2), (torch.ones(1, 2),)).graph_module, has_rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_lstm_is_taken_apart_in_every_dtype(dtype: torch.dtype) -> None:
+    lstm, x = torch.nn.LSTM(6, 6, batch_first=True).to(dtype), torch.randn(4, 5, 6, dtype=dtype)
+    expected = lstm(x)[0]
+    assert torch.allclose(partir.parallelize(lstm, (2, 1, 1))(x)[0], expected, atol=1e-6)

@@ -65,6 +65,8 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     resumed = steps_of(run("--mesh", "1,1,2", "--steps", "5", "--resume", *folder))
     assert sorted(resumed) == [3, 4, 5]
     assert resumed == {step: whole[step] for step in resumed}
+    none_left = run("--mesh", "1,1,2", "--steps", "2", "--resume", *folder)
+    assert none_left.returncode == 0 and "no step was left to make" in none_left.stdout, none_left.stderr
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:

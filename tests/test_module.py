@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -224,3 +226,57 @@ def test_a_second_derivative_is_refused() -> None:
     loss, _ = model(torch.randn(8, 8))
     with pytest.raises(PartirError, match="no second derivative"):
         torch.autograd.grad(loss, [model.read.weight], create_graph=True)
+
+
+@pytest.mark.parametrize("timeout", ["5", 0, -1.0, True])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(PartirError, match="is no number of seconds above 0"):
+        parallelize(TwoLinears(), MESH, timeout=timeout)
+
+
+@dataclass
+class Settings:
+    scale: float = 1.0
+
+
+class Reads(nn.Module):
+    """Reads attributes of every kind in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.settings = nn.Linear(4, 4), Settings()
+        self.factors, self.named, self.more, self.act = [1.0, 2.0], {"k": 1.0}, None, torch.tanh
+        self.table = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.linear(x)) * self.settings.scale * self.factors[0] * self.named["k"] * self.table
+        return y if self.more is None else y + self.more[0]
+
+
+def test_a_changed_attribute_makes_another_program() -> None:
+    model, x = parallelize(Reads().double(), (2, 1, 1)), torch.randn(2, 4, dtype=torch.float64)
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: setattr(model.settings, "scale", 2.0),
+        lambda: model.factors.__setitem__(0, 3.0),
+        lambda: model.named.update(k=5.0),
+        lambda: setattr(model, "more", (1.0,)),
+        lambda: setattr(model, "act", lambda t: t.sigmoid()),
+        lambda: setattr(model, "act", lambda t: t.sin()),
+        lambda: setattr(model, "table", torch.arange(4.0, dtype=torch.float64)),
+        lambda: model.linear.register_forward_hook(lambda module, args, result: result * 0 + 1),
+    ]
+    for number, change in enumerate(changes, start=1):
+        change()
+        for _ in range(2):
+            assert torch.allclose(model(x), Reads.forward(model, x), atol=1e-14), number
+        assert len(parallelized(model).programs()) == number
+
+
+def test_attributes_that_say_nothing_make_no_other_program() -> None:
+    x, model = torch.randn(2, 4), cast(Any, parallelize(Reads(), (2, 1, 1)))
+    model.tags, model.itself = {"b", "a"}, [model]
+    model(x)
+    model.settings, model.factors, model.named, model.tags = Settings(), [1.0, 2.0], {"k": 1.0}, {"a", "b"}
+    model(x)
+    assert len(parallelized(model).programs()) == 1

@@ -65,6 +65,8 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "cumulative": lambda m, x: x.cumsum(1),
     "the first position": lambda m, x: x - x[:, :1] + x.select(1, 0)[:, None],
     "known places": lambda m, x: x[torch.arange(BATCH)[:, None], steps(x)[None] // 2],
+    "a table of forward": lambda m, x: x * torch.tensor([[n / 2] for n in range(x.shape[1])]),
+    "a mask of a list": lambda m, x: sdpa(x, attn_mask=torch.tensor([[i >= j for j in range(x.shape[1])] for i in range(x.shape[1])])),
     "batch norm": lambda m, x: m.batch_norm(x.mT).mT,
 }
 NOT: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
@@ -92,6 +94,9 @@ NOT: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "the loudest place": (lambda m, x: x.amax(1, keepdim=True) + x, "amax"),
     "sorted": (lambda m, x: x.sort(1)[0], "sort"),
     "one more place": (lambda m, x: torch.cat([x[:, :1], x], 1), "cat"),
+    "a constant of the length": (lambda m, x: x * torch.tensor(1.0 / x.shape[1]), "the values of this constant of forward change"),
+    "the length as a tensor": (lambda m, x: x + torch.as_tensor(x.shape[1]), "the values of this constant of forward change"),
+    "a table from the end": (lambda m, x: x * torch.tensor([[n] for n in range(x.shape[1])[::-1]]), "the values of this constant"),
     "every other place": (lambda m, x: x[:, ::2].repeat_interleave(2, 1)[:, : x.shape[1]], ""),
 }
 

@@ -40,6 +40,19 @@ def test_there_and_back(tmp_path: Path, file_bytes: int, monkeypatch: pytest.Mon
     assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), model.parameters(), strict=True))
 
 
+def test_the_index_says_which_file_counts(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, tmp_path / "a.safetensors")
+    save_file({"weight": torch.full((2, 2), 9.0)}, tmp_path / "b.safetensors")
+    index = {"weight": "a.safetensors", "bias": "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    model = nn.Linear(2, 2)
+    partir.load_safetensors(model, tmp_path)
+    assert model.weight.tolist() == [[1, 1], [1, 1]]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**index, "other": "b.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"b.safetensors does not hold other, which .*index.json has there"):
+        partir.load_safetensors(model, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     model = nn.BatchNorm1d(4).to(dtype)
