@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ def positional(example_inputs: Any) -> tuple[Any, ...]:
 def signature(model: nn.Module, leaves: Sequence[Tensor], structure: str) -> str:
     """Return the text of all that a compiled program depends on, the same on every rank.
 
-    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)").split("; modules")[0]
+    >>> signature(nn.Linear(2, 2), [torch.ones(3, 2)], "tuple(*)").splitlines()[0]
     'tuple(*); inputs cpu torch.float32 [3, 2]; grad on; training all; frozen none'
     """
     return _text(leaves, structure, facts_of(model))
@@ -44,8 +43,7 @@ def _text(leaves: Sequence[Tensor], structure: str, facts: Facts) -> str:
     inputs = ", ".join(_describe(leaf) for leaf in leaves)
     grad, autocast = "on" if torch.is_grad_enabled() else "off", autocast_text()
     text = f"{structure}; inputs {inputs}; grad {grad}; training {facts.training}; frozen {facts.frozen}"
-    modules = hashlib.sha256(repr(facts.rows).encode()).hexdigest()[:16]
-    return f"{text}{f'; autocast {autocast}' if autocast else ''}; modules {modules}"
+    return "\n".join([text + (f"; autocast {autocast}" if autocast else ""), *map(" ".join, facts.rows)])
 
 
 def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:

@@ -102,11 +102,11 @@ class Differs(nn.Module):
     def __init__(self, depth: int, scale: float) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.depths = [depth]
+        self.depth = lambda: depth
         self.scale = [torch.full((16,), scale)]
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.depths[0]):
+        for _ in range(self.depth()):
             x = self.linear(x) * self.scale[0]
         return x.mean()
 
@@ -115,6 +115,11 @@ def check_ranks_that_differ(rank: int) -> None:
     """Another program, constant or plan is an error on every rank, and the ranks go on."""
     text = str(error_within(30, lambda: parallelize(Differs(2 if rank == FAILS else 1, 1.0), MESH, torch.ones(8, 16))))
     assert "the compiled program differs between ranks: rank 2 from the others" in text and len(text) < 3000, text
+    model = made()
+    model.depths = [2 if rank == FAILS else 1]  # pyright: ignore
+    text = str(error_within(30, lambda: model(torch.ones(8, 16))))
+    assert "the signature of a call differs between ranks: rank 2 from the others" in text, text
+    assert "depths list(2)" in text and "depths list(1)" in text, text
     text = str(error_within(30, lambda: parallelize(Differs(1, float(rank == FAILS)), MESH, torch.ones(8, 16))))
     assert "a tensor that is an attribute of the model, and no buffer, differs between ranks: rank 2 from the others" in text, text
     pin = {"linear.weight": "f[out@x.y, in]"} if rank == FAILS else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 
 import partir
@@ -146,3 +148,31 @@ def check_grad_scaler(rank: int) -> None:
     scaler.update()
     assert scaler.get_scale() == 2.0**7
     assert torch.equal(cast(DTensor, model.qkv.weight).to_local(), before)
+
+
+class Logits(nn.Module):
+    """A small model whose largest values are sums between ranks: the logits of a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(256, 16), nn.Linear(16, 256, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(ids)).flatten(0, 1), ids.flatten())
+
+
+def check_the_predicted_peak_where_gloo_adds_up(rank: int) -> None:
+    ids = torch.randint(0, 256, (16, 64), generator=torch.Generator().manual_seed(0))
+    predicted = float(partir.plan(Logits(), (2, 1, 4), ids).cost().peak_memory())
+    model = partir.parallelize(Logits(), (2, 1, 4), ids)
+    model(ids).backward()
+    model.zero_grad()
+    gc.collect()
+    blocks = [cast(DTensor, p).to_local() for p in model.parameters()]
+    tracker = MemTracker()
+    tracker.track_external(*blocks)
+    with tracker:
+        model(ids).backward()
+    peak = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+    measured = peak + 2 * sum(block.nbytes for block in blocks)  # AdamW's moments
+    assert 0.9 < measured / predicted < 1.1, (measured, predicted)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.fx import GraphModule, Node
 
-from partir.cost.messages import copies_of, is_same
+from partir.cost.messages import adds_up_rows, copies_of, is_same
 from partir.cost.monomial import Monomial, Values
 from partir.errors import module_path
 from partir.graph import is_collective, is_getitem, is_view, operands, tensors_of
@@ -126,6 +126,7 @@ class _Stage:
         sent, received = copies_of(node, self.mesh)
         held = [one for read in operands(node) for one in self._bytes(read)] if sent else []
         held += self._bytes(node) if received else []
+        held += [one for read in operands(node) for one in self._bytes(read)] if adds_up_rows(node) else []
         return [Block(TEMPORARY, one, self.stage, start, wait, node.name) for one in held]
 
     def _bytes(self, node: Node) -> list[Monomial]:

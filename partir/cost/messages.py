@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch.fx import Node
 
 from partir.collectives import split_axes
@@ -35,6 +36,15 @@ def copies_of(node: Node, mesh: Mesh) -> tuple[bool, bool]:
     if name == "reduce_scatter":
         return not (in_rows and operand.is_contiguous()), False
     return not operand.is_contiguous(), not in_rows
+
+
+def adds_up_rows(node: Node) -> bool:
+    """Return whether a sum between ranks holds all that it receives, as much as it sends, until it is added up.
+
+    NCCL adds up what arrives. On gloo the runtime does, in the order of the members, so that sums are bitwise those of the simulated mesh.
+    """
+    on_gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
+    return on_gloo and collective_name(node) in ("reduce_scatter", "reduce_scatter_bucket")
 
 
 def _by_rank(axes: tuple[str, ...], mesh: Mesh) -> bool:
