@@ -27,7 +27,7 @@ from partir.runtime.accumulate import Accumulator, DistributedRunner, Runner, Si
 from partir.runtime.initial_blocks import fill_left_out
 from partir.runtime.session import Session, device_of, is_distributed
 from partir.runtime.simulated import SimulatedProgram
-from partir.signature import layout_of_dtensor, refuse_meta, signature_here
+from partir.signature import layout_of_dtensor, refuse_meta, signature_here, warn_of_changes
 
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -150,6 +150,8 @@ class Parallelized:
         text, key = signature_here(model, leaves, structure)
         seed, calls = torch.initial_seed(), self.calls
         found, session = self._programs.get(key), self.session(model)
+        if found is None:
+            warn_of_changes([known[0] for known in self._programs], text)
         if session is None:
             if found is None:
                 compiled, names = self._compile(model, args, kwargs, leaves, structure), self.input_names(model, structure)

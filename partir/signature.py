@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, cast
 
@@ -44,6 +45,29 @@ def _text(leaves: Sequence[Tensor], structure: str, facts: Facts) -> str:
     grad, autocast = "on" if torch.is_grad_enabled() else "off", autocast_text()
     text = f"{structure}; inputs {inputs}; grad {grad}; training {facts.training}; frozen {facts.frozen}"
     return "\n".join([text + (f"; autocast {autocast}" if autocast else ""), *map(" ".join, facts.rows)])
+
+
+MANY = 8
+
+
+def warn_of_changes(known: Sequence[str], text: str) -> None:
+    """Warn once where many programs were compiled for the same inputs, for something on the model changes from call to call.
+
+    Args:
+        known: the signatures that have a program.
+        text: the one that needs a program.
+    """
+    first, *rows = text.splitlines()
+    same = [one for one in known if one.splitlines()[0] == first]
+    if len(same) != MANY:
+        return
+    changed = [row.strip() for row in rows if row not in set(same[-1].splitlines())]
+    what = "; ".join(changed[:3]) or "one that holds a function, a tensor or an object of yours"
+    warnings.warn(
+        f"{MANY} programs were compiled for the same inputs, because an attribute of the model changes from call to call: {what}. What "
+        "forward does not read belongs elsewhere, or under a name that begins with _; what it reads is an input.",
+        stacklevel=2,
+    )
 
 
 def layout_of_dtensor(t: DTensor, mesh: Mesh) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -253,6 +254,7 @@ class Reads(nn.Module):
         return y if self.more is None else y + self.more[0]
 
 
+@pytest.mark.filterwarnings("ignore:8 programs were compiled")
 def test_a_changed_attribute_makes_another_program() -> None:
     model, x = parallelize(Reads().double(), (2, 1, 1)), torch.randn(2, 4, dtype=torch.float64)
     changes: list[Callable[[], object]] = [
@@ -280,3 +282,14 @@ def test_attributes_that_say_nothing_make_no_other_program() -> None:
     model.settings, model.factors, model.named, model.tags = Settings(), [1.0, 2.0], {"k": 1.0}, {"a", "b"}
     model(x)
     assert len(parallelized(model).programs()) == 1
+
+
+def test_an_attribute_that_changes_at_every_call_is_named() -> None:
+    x, model = torch.randn(2, 4), cast(Any, parallelize(nn.Linear(4, 4), (2, 1, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model.count in range(8):
+            model(x)
+    with pytest.warns(UserWarning, match=r"8 programs were compiled for the same inputs, .*: count 8\. What forward does not read"):
+        model.count = 8
+        model(x)
