@@ -248,7 +248,8 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer | None, source: Pat
     own = plan.facts["optimizer"]
     order = [name for group in optimizer_names(model, optimizer) for name in group]
     places = {name: place for place, name in enumerate(order)}
-    state = {places[name]: {**own["plain"].get(name, {}), **plan.tensors.get(name, {})} for name in {*own["plain"], *plan.tensors}}
+    known = sorted({*own["plain"], *plan.tensors}, key=lambda name: places[name])
+    state = {places[name]: {**own["plain"].get(name, {}), **plan.tensors.get(name, {})} for name in known}
     packed = optimizer.state_dict()["param_groups"]
     groups = [{**group, "params": mine["params"]} for group, mine in zip(own["groups"], packed)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
