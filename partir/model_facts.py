@@ -3,17 +3,18 @@
     ('blocks.0.drop', 'Dropout')   p: 0.1   inplace: False
     ('', 'GPT')                    config: GPTConfig(vocab_size: 64, ...)   act: function torch.tanh   table: a tensor
 
-Values are told by a text that every rank prints alike. What has none (a tensor in an attribute, a function, an object of the user's) is
-told by which object it is, within this process: another in its place makes another program. A change inside such an object is not seen,
-unless all that it holds is plain, as in a config. An attribute that changes at every call (a counter, a list of losses) makes every call
-a new signature: slow, where a stale value would be wrong.
+Numbers and texts that are attributes must be alike on all ranks. Lists, dicts and configs may hold what is not (a rank, a device), so they
+count within this process alone; ranks that compile other programs are told so. What has no text (a tensor in an attribute, a function, an
+object of the user's) is told by which object it is: another in its place makes another program. A change inside such an object is not
+seen, unless all that it holds is plain, as in a config. An attribute that changes at every call (a counter, a list of losses) makes every
+call a new signature: slow, where a stale value would be wrong.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
-_COMMON = frozenset({bool, int, float, str, type(None)})
+_SHARED = (bool, int, float, str)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 MOST = 2_000
 """Values of one attribute that are read; an object that holds more is told by which object it is."""
@@ -51,7 +52,7 @@ class _Reader:
 
     def attribute(self, value: object) -> str:
         """Return the text of an attribute."""
-        if type(value) in _COMMON or isinstance(value, _PLAIN):
+        if isinstance(value, _PLAIN):
             return repr(cast(object, value))
         if id(value) not in self._texts:  # a config is shared by all modules
             self._read.append(value)
@@ -105,34 +106,35 @@ class Facts:
     """What a trace reads of a model.
 
     Args:
-        rows: a text for each attribute, and the dtype of each tensor.
-        objects: what only which object it is tells apart.
+        rows: a text for each attribute that is a number or a text, and the dtype of each tensor: alike on all ranks.
+        here: a text for each other attribute, and what only which object it is tells apart: within this process.
         training: the modules in training mode, "all" or "none".
         frozen: the parameters that take no gradient.
     """
 
     rows: tuple[tuple[str, ...], ...]
-    objects: tuple[Same, ...]
+    here: tuple[Hashable, ...]
     training: str
     frozen: str
 
 
 def facts_of(model: nn.Module) -> Facts:
     """Return what a trace reads of a model; it is asked at each call, so the modules are walked once."""
-    reader, rows = _Reader(), list[tuple[str, ...]]()
+    reader, rows, here = _Reader(), list[tuple[str, ...]](), list[Hashable]()
     training, frozen, seen, count = list[str](), list[str](), set[int](), 0
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         count += 1
         training += [name or "root"] if module.training else []
         rows.append((name, type(module).__qualname__))
-        rows += [(name, key, reader.attribute(value)) for key, value in _attributes(module)]
+        for key, value in _attributes(module):
+            (rows if isinstance(value, _SHARED) else here).append((name, key, reader.attribute(value)))
         for key, t in (*cast(Any, module)._parameters.items(), *cast(Any, module)._buffers.items()):
             if t is not None and id(t) not in seen:
                 seen.add(id(t))
                 rows.append((name, key, str(t.dtype)))
                 frozen += [f"{name}.{key}" if name else key] if isinstance(t, nn.Parameter) and not t.requires_grad else []
     trained = "all" if len(training) == count else ", ".join(training) or "none"
-    return Facts(tuple(rows), tuple(reader.objects), trained, ", ".join(frozen) or "none")
+    return Facts(tuple(rows), (*here, *reader.objects), trained, ", ".join(frozen) or "none")
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -37,7 +37,7 @@ def signature_here(model: nn.Module, leaves: Sequence[Tensor], structure: Any) -
     """Return the signature, and what tells calls apart in this process: it knows which function or tensor an attribute is."""
     facts = facts_of(model)
     text = _text(leaves, structure.text, facts)
-    return text, (text, structure, facts.objects)
+    return text, (text, structure, facts.here)
 
 
 def _text(leaves: Sequence[Tensor], structure: str, facts: Facts) -> str:
@@ -62,7 +62,7 @@ def warn_of_changes(known: Sequence[str], text: str) -> None:
     if len(same) != MANY:
         return
     changed = [row.strip() for row in rows if row not in set(same[-1].splitlines())]
-    what = "; ".join(changed[:3]) or "one that holds a function, a tensor or an object of yours"
+    what = "; ".join(changed[:3]) or "one that holds a list, a dict, a function or an object"
     warnings.warn(
         f"{MANY} programs were compiled for the same inputs, because an attribute of the model changes from call to call: {what}. What "
         "forward does not read belongs elsewhere, or under a name that begins with _; what it reads is an input.",

@@ -7,6 +7,7 @@ its call counter (a rank that resumed from another checkpoint has another). Only
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from partir.runtime.torch_dtensor import dist
 from partir.runtime.transport import Call, Transport
 
 Value = TypeVar("Value")
+# Each rank of a machine has a device of its own, which programs and signatures name: cuda:3, device(type='cuda', index=3).
+_DEVICE_NUMBER = re.compile(r"(\b(?:cuda|xpu|hpu|npu|mtia|privateuseone)|device\(type='\w+')(?::\d+|, index=\d+)")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Agreement:
         """
         if self._group.size == 1:
             return Agreed(seed, ready)
+        text = _DEVICE_NUMBER.sub(r"\1", text)
         # The lowest bit is the flag, so that hash and flag are 8 bytes.
         number = (_hash(f"{what}\n{text}") & ~1) | int(ready)
         mine = torch.tensor([number, seed, calls], dtype=torch.int64)

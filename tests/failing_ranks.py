@@ -102,11 +102,11 @@ class Differs(nn.Module):
     def __init__(self, depth: int, scale: float) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.depth = lambda: depth
+        self.depths = [depth]
         self.scale = [torch.full((16,), scale)]
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.depth()):
+        for _ in range(self.depths[0]):
             x = self.linear(x) * self.scale[0]
         return x.mean()
 
@@ -116,10 +116,15 @@ def check_ranks_that_differ(rank: int) -> None:
     text = str(error_within(30, lambda: parallelize(Differs(2 if rank == FAILS else 1, 1.0), MESH, torch.ones(8, 16))))
     assert "the compiled program differs between ranks: rank 2 from the others" in text and len(text) < 3000, text
     model = made()
-    model.depths = [2 if rank == FAILS else 1]  # pyright: ignore
+    model.depth = 2 if rank == FAILS else 1  # pyright: ignore
     text = str(error_within(30, lambda: model(torch.ones(8, 16))))
     assert "the signature of a call differs between ranks: rank 2 from the others" in text, text
-    assert "depths list(2)" in text and "depths list(1)" in text, text
+    assert "depth 2" in text and "depth 1" in text, text
+    model.depth, model.settings = 1, {"rank": rank, "device": torch.device("cuda", rank)}  # pyright: ignore
+    model(torch.ones(8, 16)).backward()
+    session = parallelized(model).session(model)
+    assert session is not None
+    session.agreement.compare("devices", f"cuda:{rank} device(type='cuda', index={rank})")  # each rank has its own
     text = str(error_within(30, lambda: parallelize(Differs(1, float(rank == FAILS)), MESH, torch.ones(8, 16))))
     assert "a tensor that is an attribute of the model, and no buffer, differs between ranks: rank 2 from the others" in text, text
     pin = {"linear.weight": "f[out@x.y, in]"} if rank == FAILS else None
