@@ -13,9 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.opinfo import Sample, Split
+from partir.dims import Dim, Part
 from partir.errors import LayoutError, PartirError
 from partir.graph import is_call
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.options import Options
 from partir.passes.node_facts import is_view

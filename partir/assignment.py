@@ -17,8 +17,9 @@ from typing import cast
 import torch
 from torch.fx import Node
 
+from partir.dims import Dim, Part
 from partir.graph import operands, results_of
-from partir.layout import Dim, Layout, Part, dtype_name
+from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.rules import Binding
 from partir.subdims import SubDim, axes_of

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Sampler
 
+from partir.dims import Dim, Part
 from partir.errors import PartirError
 from partir.graph import operands
-from partir.layout import Dim, Layout, Part, dtype_name
+from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.module import parallelized
 from partir.passes.pipeline import Compiled

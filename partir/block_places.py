@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 
 from partir.blocks import is_owner, shard
+from partir.dims import Dim, Part
 from partir.folding import columns
-from partir.layout import BLOCK_LETTERS, Dim, Layout, Part
+from partir.layout import BLOCK_LETTERS, Layout
 from partir.mesh import Mesh
 
 MOST_RANKS = 16

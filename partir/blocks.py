@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from partir.dims import Dim
 from partir.errors import LayoutError
-from partir.layout import Dim, Layout
+from partir.layout import Layout
 from partir.mesh import Mesh
 
 

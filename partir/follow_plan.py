@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from partir.dims import Dim
 from partir.errors import LayoutError, MeshError, PlanError
-from partir.layout import Dim, Layout
+from partir.layout import Layout
 from partir.mesh import AXES, Mesh
 from partir.module import ParallelModule, parallelized
 from partir.options import Options

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from partir.blocks import is_owner, shard
+from partir.dims import Dim
 from partir.initial_regions import Region, region_of
 from partir.initial_tape import TRUNCATED_NORMAL, Initialize, Step, Tape, is_recorded, meta_tensors, record, storage_of, truncated
-from partir.layout import Dim, Layout, dtype_name
+from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.passes.functionalize import functional_op
 from partir.random_numbers import AtIndex, seed_tensor

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from partir.collectives import split_axes
+from partir.dims import Dim
 from partir.errors import OutOfRangeError
-from partir.layout import Dim, Layout
+from partir.layout import Layout
 from partir.mesh import Mesh, current_mesh
 from partir.pads import Pad, natural_index, natural_size, zero_pads
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from partir.layout import DTYPES, Dim, Layout, Part
+from partir.dims import Dim, Part
+from partir.layout import DTYPES, Layout
 from partir.mesh import Mesh
 from partir.subdims import axes_of
 

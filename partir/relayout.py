@@ -18,8 +18,9 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
+from partir.dims import Dim, Part
 from partir.errors import LayoutError
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.moves import State, block_bytes, layout_of, moves, state_of
 from partir.subdims import axes_of

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from partir.dims import Dim, Part
 from partir.errors import PartirError
-from partir.layout import Dim, Layout, Part, dtype_name
+from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.model_facts import Facts, facts_of
 from partir.precision import autocast_text

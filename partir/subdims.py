@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from partir.layout import Dim
+from partir.dims import Dim
 from partir.mesh import Mesh
 
 if TYPE_CHECKING:

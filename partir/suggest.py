@@ -81,12 +81,13 @@ def suggest_mesh(
     profile = load_hardware(hardware)
     budget = profile.memory if memory is None else parse_bytes(memory)
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
-        search = Search(model, positional(example_inputs), dict(example_kwargs or {}), Options(outputs=outputs), modes, progress)
+        inputs = positional(example_inputs), dict(example_kwargs or {})
+        search = Search(model, *inputs, Options(outputs=outputs), modes, profile, progress)
         meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
-        found = search.run(meshes, profile)
+        found = search.run(meshes)
         while unsure := _unsure(found, budget, by, sure):
             search.compile_class(Mesh.parse(unsure.mesh))
-            found = search.run(meshes, profile)
+            found = search.run(meshes)
     ranked = _fitting(found, budget, by)
     rejected = [_over(one, budget) for one in found if one.why or one.memory > budget]
     if not ranked:
@@ -188,6 +189,7 @@ class Search:
     kwargs: dict[str, Any]
     options: Options
     modes: Sequence[str]
+    hardware: Hardware
     progress: Callable[[str], None] | None = None
     templates: list[Template] = field(default_factory=list[Template])
 
@@ -198,8 +200,9 @@ class Search:
         dims = [dim for node in self._graph.graph.nodes for result in node.meta.get("subdims", ()) for dim in result]
         self._sizes = {one.key: one.size for dim in dims for one in dim}
         self._failed: dict[Mesh, str] = {}
+        self._known: dict[tuple[int, str, Mesh], Suggestion] = {}
 
-    def run(self, meshes: Sequence[Mesh], hardware: Hardware) -> list[Suggestion]:
+    def run(self, meshes: Sequence[Mesh]) -> list[Suggestion]:
         """Return a suggestion for each mesh and mode; what cannot be compiled says why."""
         classes: dict[int, list[tuple[Mesh, dict[str, int]]]] = {}
         found: list[Suggestion] = []
@@ -211,8 +214,15 @@ class Search:
                 classes.setdefault(place[0], []).append((mesh, place[1]))
         for number, members in classes.items():
             for mode in self.modes:
-                found += _evaluate(self.templates[number], mode, members, hardware)
+                found += self._evaluated(number, mode, members)
         return found
+
+    def _evaluated(self, number: int, mode: str, members: Sequence[tuple[Mesh, dict[str, int]]]) -> list[Suggestion]:
+        """Return the suggestions of a template for some meshes; each is made once, for other classes do not change it."""
+        new = [(mesh, values) for mesh, values in members if (number, mode, mesh) not in self._known]
+        made = _evaluate(self.templates[number], mode, new, self.hardware) if new else []
+        self._known.update({(number, mode, mesh): one for (mesh, _), one in zip(new, made, strict=True)})
+        return [self._known[number, mode, mesh] for mesh, _ in members]
 
     def _place(self, mesh: Mesh) -> tuple[int, dict[str, int]] | None:
         """Return the template that stands for a mesh, its own class before others, and the values of its symbols; None: it fails."""

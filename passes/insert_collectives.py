@@ -21,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from partir.dims import Dim, Part
 from partir.graph import Unprinted, is_getitem, layout_of, layouts_of, operands, outputs_of, replace_operands
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.relayout import relayout
 

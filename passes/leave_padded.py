@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
+from partir.dims import Dim
 from partir.graph import layout_of, outputs_of
-from partir.layout import Dim
 from partir.mesh import Mesh
 
 UNPAD: Any = torch.ops.partir_local.unpad_dim.default

@@ -3,26 +3,24 @@
     trace -> decompose_ops -> factorise_dims -> pad_dims -> annotate_layouts -> insert_collectives -> expand_recipes -> localize_shapes
     -> bucket_vectors -> name_values -> differentiate
 
-Only this file knows the order. Each pass gets a copy of the graph; what it returns is verified, timed and, at the named
-stages, printed.
+Only this file knows the order; `run_passes` copies, verifies, times and prints.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from partir import rules
-from partir.checks import verify_graph
 from partir.cost.held import peak_bytes
 from partir.errors import RuleError
-from partir.graph import Unprinted, outputs_of
+from partir.graph import outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.options import Options, budget_of
@@ -41,6 +39,7 @@ from partir.passes.match_pins import check_pins, match_pins
 from partir.passes.name_values import name_values
 from partir.passes.pad_dims import pad_dims
 from partir.passes.partition import Partition
+from partir.passes.run_passes import Run, copy_graph
 from partir.passes.slots import input_slots, output_slots, outputs_reached, placeholders, with_tangent
 from partir.passes.trace import InputSlot, Traced, trace
 from partir.precision import without_autocast
@@ -150,7 +149,7 @@ def lower(
     Args:
         factorised: what `factorise` made of ``traced`` before. The graph is then to be costed, not run: it is neither checked nor printed.
     """
-    run = _Run(mesh, dict(timings or {}), check=factorised is None)
+    run = Run(mesh, dict(timings or {}), check=factorised is None)
     training = torch.is_grad_enabled()
     run.text("traced", traced.graph_module)
     graph = copy_graph(factorised) if factorised is not None else _factorised(run, traced)
@@ -181,10 +180,10 @@ def lower(
 
 def factorise(traced: Traced) -> GraphModule:
     """Return the traced graph, each op with a rule and each dim with named sub-dims; no mesh is needed."""
-    return _factorised(_Run(Mesh.parse((1, 1, 1)), {}), traced)
+    return _factorised(Run(Mesh.parse((1, 1, 1)), {}), traced)
 
 
-def _factorised(run: _Run, traced: Traced) -> GraphModule:
+def _factorised(run: Run, traced: Traced) -> GraphModule:
     graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
     return run.pass_("factorise_dims", graph, factorise_dims)
 
@@ -203,7 +202,7 @@ def derive_each(low: Lowered, memories: Sequence[str]) -> dict[str, Compiled]:
 
 
 def _split(low: Lowered, joint: Joint, memory: str, joined: float) -> Compiled:
-    run = _Run(low.mesh, dict(low.timings))
+    run = Run(low.mesh, dict(low.timings))
     parts, notes = run.time("differentiate", lambda: _parts(low, joint, memory))
     program = run.time("extract", lambda: _program(low, extract(joint, parts), memory))
     run.timings["differentiate"] += joined + run.timings.pop("extract")
@@ -234,43 +233,6 @@ def _parts(low: Lowered, joint: Joint, memory: str) -> tuple[Partition, tuple[st
 def _program(low: Lowered, derived: Differentiated, memory: str) -> Program:
     outputs = tuple(with_tangent(slot, takes) for slot, takes in zip(low.outputs, derived.differentiable))
     return Program(low.mesh, memory, low.inputs, outputs, derived.forward, derived.backward, derived.num_outputs)
-
-
-class _Run:
-    """Runs passes one after the other, with copy, check and clock."""
-
-    def __init__(self, mesh: Mesh, timings: dict[str, float], check: bool = True) -> None:
-        self.mesh = mesh
-        self.timings = timings
-        self.check = check
-        self.texts: dict[str, str] = {}
-
-    def text(self, stage: str, graph: GraphModule, names: Mapping[str, str] | None = None) -> None:
-        """Keep the text of a graph, where it is to be run."""
-        if self.check:
-            self.texts[stage] = graph_text(graph, names or {})
-
-    def time(self, name: str, work: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        result = work()
-        self.timings[name] = time.perf_counter() - start
-        return result
-
-    def pass_(self, name: str, graph: GraphModule, work: Callable[[GraphModule], GraphModule], check: str | None = None) -> GraphModule:
-        result = cast(GraphModule, self.time(name, lambda: work(copy_graph(graph))))
-        if check is not None and self.check:
-            self.time(f"verify {name}", lambda: verify_graph(result, self.mesh, check))
-        return result
-
-
-def copy_graph(graph_module: GraphModule) -> GraphModule:
-    """Return a copy whose nodes have their own ``meta`` (values shared: layouts are frozen)."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in graph_module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda old: copies[old])
-        copies[node].meta = dict(node.meta)
-    return Unprinted({}, graph)
 
 
 def _has_rule(node: Node) -> bool:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from partir.dims import Dim, Part
 from partir.errors import MeshError
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.rules.placement import Placement
 

@@ -22,8 +22,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from partir.blocks import gather, is_owner, shard
+from partir.dims import Dim, Part
 from partir.errors import LayoutError, PartirError
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.runtime.groups import Groups
 from partir.runtime.held_blocks import mesh_of

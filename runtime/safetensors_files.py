@@ -75,7 +75,7 @@ def entries(path: Path) -> dict[str, Entry]:
 
 def _entries_of(file: Path) -> dict[str, Entry]:
     with _opened(file) as opened:
-        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dict)
+        parts = {name: opened.get_slice(name) for name in opened.keys()}
         return {name: Entry(file, tuple(part.get_shape()), _dtype(part.get_dtype(), name, file)) for name, part in parts.items()}
 
 

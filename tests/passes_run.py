@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from partir.passes import pipeline
-from partir.passes.pipeline import copy_graph
+from partir.passes.run_passes import Run, copy_graph
 from tests.compiled import compile_model
 
 
@@ -45,7 +45,7 @@ class _Enough(Exception):
 def run_passes(model: nn.Module, args: Sequence[Any], sizes: Sequence[int], **options: Any) -> dict[str, PassRun]:
     """Compile as far as differentiation; return every pass by name, in order."""
     runs: dict[str, PassRun] = {}
-    original = pipeline._Run.pass_
+    original = Run.pass_
 
     def record(self: Any, name: str, graph: GraphModule, work: Any, check: str | None = None) -> GraphModule:
         after = original(self, name, graph, work, check)
@@ -55,7 +55,7 @@ def run_passes(model: nn.Module, args: Sequence[Any], sizes: Sequence[int], **op
     def stop(*args: Any) -> None:
         raise _Enough
 
-    with mock.patch.object(pipeline._Run, "pass_", record), mock.patch.object(pipeline, "join", stop):
+    with mock.patch.object(Run, "pass_", record), mock.patch.object(pipeline, "join", stop):
         try:
             compile_model(model, args, sizes, **options)
         except _Enough:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from partir.blocks import gather, is_owner, shard
 from partir.collectives import apply, cotangent, lockstep
+from partir.dims import Dim, Part
 from partir.errors import LayoutError, PartirError, TypeRuleError
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 
 MESH = Mesh.parse((2, 2, 3))

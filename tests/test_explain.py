@@ -12,8 +12,9 @@ from torch import nn
 import partir
 from partir.block_places import dim_formula, slices
 from partir.blocks import is_owner, shard
+from partir.dims import Dim
 from partir.errors import PartirError, UnknownNameError
-from partir.layout import Dim, Layout
+from partir.layout import Layout
 from partir.mesh import Mesh
 from tests.planned import MLP, gpt_plan, mlp_plan
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partir.blocks import gather, is_owner, shard
+from partir.dims import Dim, Part
 from partir.errors import LayoutError
-from partir.layout import DTYPES, Dim, Layout, Part
+from partir.layout import DTYPES, Layout
 from partir.mesh import Mesh
 
 MESH = Mesh.parse((2, 3, 4))

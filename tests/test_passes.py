@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from partir.graph import collective_name, is_collective
 from partir.layout import dtype_name
-from partir.passes.pipeline import copy_graph
+from partir.passes.run_passes import copy_graph
 from partir.passes.share_gathers import share_gathers
 from partir.printer import graph_text
 from tests.passes_run import PassRun, run_passes

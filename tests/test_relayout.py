@@ -14,8 +14,9 @@ from torch import Tensor
 from partir.blocks import gather, shard
 from partir.collectives import apply, cotangent, lockstep
 from partir.collectives.traffic import received_bytes
+from partir.dims import Dim, Part
 from partir.errors import LayoutError
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.relayout import Chain, relayout
 

@@ -19,11 +19,12 @@ from torch.fx import GraphModule, Node
 
 from examples.models.gpt import Block, GPTConfig
 from partir.checks import verify_graph
+from partir.dims import Dim, Part
 from partir.errors import VerifyError
 from partir.graph import collective_name, is_collective, layout_of, layouts_of
-from partir.layout import Dim, Layout, Part
+from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.passes.pipeline import copy_graph
+from partir.passes.run_passes import copy_graph
 from tests.passes_run import PassRun, run_passes
 
 MESH = Mesh.parse((2, 2, 2))

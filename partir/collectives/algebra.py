@@ -18,8 +18,9 @@ from typing import Any
 
 from partir.collectives.addressing import exchange_blocks, split_axes
 from partir.collectives.dims import join_dim, rename_axis, split_dim
+from partir.dims import Dim
 from partir.errors import TypeRuleError
-from partir.layout import Dim, Layout
+from partir.layout import Layout
 from partir.mesh import Mesh
 
 Axes = tuple[str, ...]

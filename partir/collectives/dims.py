@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partir.layout import Dim, Part
+from partir.dims import Dim, Part
 from partir.mesh import Mesh
 
 Axes = tuple[str, ...]

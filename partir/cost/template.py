@@ -15,9 +15,10 @@ from torch.fx import GraphModule, Node
 
 from partir.cost.cost import Cost
 from partir.cost.monomial import Monomial
+from partir.dims import Dim
 from partir.graph import collective_name
 from partir.hardware import Hardware
-from partir.layout import Dim, Layout
+from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.overlap import as_run
 from partir.pads import Pad

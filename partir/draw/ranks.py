@@ -14,7 +14,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from partir.layout import Dim, Layout
+from partir.dims import Dim
+from partir.layout import Layout
 from partir.mesh import Mesh
 
 LISTED = 3  # runs of a slice that its text shows
