@@ -16,10 +16,8 @@ messages before it over the same level of links are through, and the stream wait
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,8 @@ from torch.fx import GraphModule, Node
 
 from partir.collectives import split_axes
 from partir.graph import collective_name, operands, tensor_of, tensors_of
-from partir.hardware import Hardware, Pace, load_hardware
+from partir.hardware import Hardware, load_hardware
+from partir.link_routes import link_level, route_of
 from partir.mesh import Mesh
 from partir.overlap import as_run
 from partir.program import Program
@@ -113,12 +112,10 @@ def collective_seconds(hardware: Hardware, mesh: Mesh, axes: tuple[str, ...], op
     >>> [round(1e3 * collective_seconds(longhorn, mesh, (axis,), "all_gather", 1e6), 3) for axis in "xyz"]
     [0.37, 0.37, 0.034]
     """
-    size = mesh.extent(axes)
-    if size == 1:
+    if mesh.extent(axes) == 1:
         return 0.0 * received_bytes
-    pace = _pace(hardware, mesh, axes, op)
-    steps = (2 if op == "all_reduce" else 1) * (size - 1)
-    return pace.start + steps * pace.latency + received_bytes / (pace.bandwidth * hardware.efficiency.links)
+    route = route_of(hardware, mesh, axes, op)
+    return route.seconds + received_bytes / route.bandwidth
 
 
 def compute_seconds(hardware: Hardware, flops: Any, dtype: torch.dtype, memory_bytes: Any) -> Any:
@@ -143,46 +140,6 @@ def compute_seconds(hardware: Hardware, flops: Any, dtype: torch.dtype, memory_b
     arithmetic = flops / (hardware.flops_of(dtype) * hardware.efficiency.compute)
     longer = (arithmetic + memory + abs(arithmetic - memory)) / 2  # the maximum, of arrays and of symbols as well
     return hardware.launch + longer
-
-
-def _pace(hardware: Hardware, mesh: Mesh, axes: tuple[str, ...], op: str) -> Pace:
-    """Return latency and bandwidth of a ring over a group: of the slowest level of links that it crosses."""
-    level = link_level(hardware, mesh, axes)
-    slowest = hardware.links[level].pace_of(op)
-    bandwidth = float("inf")
-    for number, link in enumerate(hardware.links[: level + 1]):
-        if number < level and _together(mesh, axes, link.ranks) == 1:
-            continue  # no two of its ranks share a unit of this level
-        rings = _together(mesh, axes, hardware.links[number - 1].ranks) if number else 1
-        bandwidth = min(bandwidth, link.pace_of(op).bandwidth * rings)
-    return Pace(slowest.latency, bandwidth, slowest.start)
-
-
-def link_level(hardware: Hardware, mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Return the number of the slowest level of links that groups over ``axes`` cross."""
-    size = mesh.extent(axes)
-    inside = [link.ranks is None or _together(mesh, axes, link.ranks) == size for link in hardware.links]
-    return inside.index(True)
-
-
-@lru_cache(maxsize=4096)
-def _together(mesh: Mesh, axes: tuple[str, ...], unit: int | None) -> int:
-    """Return how many ranks of a group over ``axes`` share a unit of consecutive ranks, in the group that is scattered most."""
-    strides = {name: mesh.extent(mesh.names[place + 1 :]) for place, name in enumerate(mesh.names)}
-    offsets = [0]
-    for axis in axes:
-        offsets = [offset + step * strides[axis] for offset in offsets for step in range(mesh[axis])]
-    if unit is None:
-        return len(offsets)
-    firsts = {0}
-    for name in mesh.names:
-        if name not in axes:
-            firsts = {(first + step * strides[name]) % unit for first in firsts for step in range(min(mesh[name], unit))}
-    return min(_fewest(offsets, first, unit) for first in firsts)
-
-
-def _fewest(offsets: list[int], first: int, unit: int) -> int:
-    return min(Counter((first + offset) // unit for offset in offsets).values())
 
 
 def node_times(program: Program, hardware: str | Path | Hardware) -> tuple[NodeTime, ...]:
@@ -244,24 +201,24 @@ class Clock:
         self._link_free: dict[int, float] = {}
         self._arrival: dict[str, float] = {}
 
-    def start(self, name: str, axis: str, op: str, num_bytes: int, count: int = 1) -> None:
-        """Start a message, or ``count`` of them where a layer stands for others."""
+    def start(self, name: str, axis: str, op: str, num_bytes: int) -> None:
+        """Start a message."""
         axes = split_axes(axis)
-        seconds = float(collective_seconds(self.hardware, self.mesh, axes, op, num_bytes)) * count
+        seconds = float(collective_seconds(self.hardware, self.mesh, axes, op, num_bytes))
         level = link_level(self.hardware, self.mesh, axes)
         start = max(self.now, self._link_free.get(level, 0.0))
         self._link_free[level] = self._arrival[name] = start + seconds
-        self.times.append(NodeTime(name, self.stage, axis, start, seconds, 0, num_bytes * count))
+        self.times.append(NodeTime(name, self.stage, axis, start, seconds, 0, num_bytes))
         self._pass(seconds * (1 - self.hardware.efficiency.overlap))
 
     def wait(self, name: str) -> None:
         """Wait for a message."""
         self._pass(self._arrival[name] - self.now)
 
-    def compute(self, name: str, flops: int, dtype: torch.dtype, num_bytes: int, count: int = 1) -> None:
-        """Compute a node, or ``count`` of its kind where a layer stands for others."""
-        seconds = float(compute_seconds(self.hardware, flops, dtype, num_bytes)) * count
-        self.times.append(NodeTime(name, self.stage, COMPUTE, self.now, seconds, flops * count, num_bytes * count))
+    def compute(self, name: str, flops: int, dtype: torch.dtype, num_bytes: int) -> None:
+        """Compute a node."""
+        seconds = float(compute_seconds(self.hardware, flops, dtype, num_bytes))
+        self.times.append(NodeTime(name, self.stage, COMPUTE, self.now, seconds, flops, num_bytes))
         self.now += seconds
 
     def _pass(self, seconds: float) -> None:

@@ -5,7 +5,8 @@ After:   layers.0 -> layers.1 -> layers.2 -> layers.3 -> norm            layers.
 
 A layer repeats the one before it where both make the same calls of the same shapes on the same things: their own values and
 parameters, the values of the layer before, or a value of no layer. The first layers that differ are kept; then one that stands between
-two of its kind stands for all that are left out.
+two of its kind stands for all that are left out. Layers with an odd number of products are laid out in turns, as the direction of their
+input is y or z: two between two then stand for all (a period of 2). `is_periodic` says whether a period was right.
 
 Requires: trace. Ensures: slots and outputs of what was left out are gone; ``counts`` says how many layers each kept one stands for.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from partir.errors import module_path
 from partir.graph import outputs_of, results_of
+from partir.layer_span import Span
 from partir.passes.structure import flatten
 from partir.passes.trace import InputSlot, Traced
+from partir.records import layer_of
 
 SMALL = 4096  # constants of more elements are not compared: layers with them are not folded
-KEPT_AFTER = 2  # a layer between two of its kind, and the last
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,25 +37,52 @@ class Folded:
 
     Args:
         traced: of fewer layers.
-        counts: the path of a layer -> how many it stands for; 1 where it is not listed.
+        period: after how many layers the next is laid out in the same way.
+        spans: the lists of layers of which some were left out.
     """
 
     traced: Traced
-    counts: Mapping[str, int]
+    period: int = 1
+    spans: tuple[Span, ...] = ()
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """The path of a layer -> how many it stands for; 1 where it is not listed."""
+        return {layer: count for span in self.spans for layer, count in span.counts().items()}
 
 
-def fold_layers(traced: Traced) -> Folded:
-    """Return a trace whose repeated layers are left out; the trace itself where none can be."""
+def fold_layers(traced: Traced, period: int | None = 1) -> Folded:
+    """Return a trace whose repeated layers are left out; the trace itself where none can be.
+
+    Args:
+        period: after how many layers the next is laid out in the same way; None: nothing is left out.
+    """
+    if period is None:
+        return Folded(traced)
     stack = _Stack(traced)
-    counts: dict[str, int] = {}
+    spans: list[Span] = []
     replaced: dict[Node, Node] = {}
     for prefix in stack.prefixes():
-        found = stack.repeats(prefix)
-        if found is not None:
-            first, last = found
-            replaced |= stack.replacements(prefix, first, last)
-            counts[f"{prefix}.{first + 1}"] = 1 + last - (first + KEPT_AFTER)
-    return Folded(_without(traced, replaced) if replaced else traced, counts)
+        first, last = stack.repeats(prefix) or (0, 0)
+        middle = first + 1 + (last - first - 1) % period  # from here to the last but one the layers are whole periods
+        span = Span(prefix, first, middle, middle + period, last)
+        if span.end < last:
+            replaced |= stack.replacements(span)
+            spans.append(span)
+    return Folded(_without(traced, replaced) if replaced else traced, period, tuple(spans))
+
+
+def is_periodic(annotated: GraphModule, folded: Folded) -> bool:
+    """Return whether layers that are a period apart are laid out in the same way, so that those left out would be, too."""
+    laid_out: dict[str, list[Any]] = {}
+    for node in annotated.graph.nodes:
+        facts = [node.meta.get(name) for name in ("layout", "operands", "computed", "state")]
+        laid_out.setdefault(layer_of(module_path(node.meta)), []).append((str(node.target), facts))
+    return all(
+        laid_out.get(span.layer(number)) == laid_out.get(span.layer(number + span.period))
+        for span in folded.spans
+        for number in range(span.first, span.end + 1 - span.period)
+    )
 
 
 class _Stack:
@@ -79,8 +108,8 @@ class _Stack:
                 self.parameters[node] = _name_in_layer(slots[node], f"{prefix}.{number}")
 
     def prefixes(self) -> list[str]:
-        """Return the paths of lists long enough to fold."""
-        return [prefix for prefix, layers in self.layers.items() if len(layers) > KEPT_AFTER + 1 and list(layers) == sorted(layers)]
+        """Return the paths of the lists of layers."""
+        return [prefix for prefix, layers in self.layers.items() if list(layers) == sorted(layers)]
 
     def repeats(self, prefix: str) -> tuple[int, int] | None:
         """Return the first and the last of the layers that repeat each other up to the end of a list."""
@@ -93,9 +122,7 @@ class _Stack:
         first = last
         while first > 0 and self._signature(prefix, first - 1) == wanted:
             first -= 1
-        if last - first < KEPT_AFTER + 1 or not self._is_chain(prefix, first, last):
-            return None
-        return first, last
+        return (first, last) if self._is_chain(prefix, first, last) else None
 
     def _signature(self, prefix: str, number: int) -> Any:
         return [self._call(node, prefix, number) for node in self.layers[prefix][number]]
@@ -124,10 +151,11 @@ class _Stack:
                         return False
         return True
 
-    def replacements(self, prefix: str, first: int, last: int) -> dict[Node, Node]:
+    def replacements(self, span: Span) -> dict[Node, Node]:
         """Return what stands for each node of the layers that are left out: the same of the last that is kept."""
-        layers, kept = self.layers[prefix], first + KEPT_AFTER
-        return {old: new for n in range(kept + 1, last + 1) for old, new in zip(layers[n], layers[kept], strict=True)}
+        layers = self.layers[span.prefix]
+        left_out = range(span.end + 1, span.last + 1)
+        return {old: new for n in left_out for old, new in zip(layers[n], layers[span.end], strict=True)}
 
 
 def _without(traced: Traced, replaced: Mapping[Node, Node]) -> Traced:

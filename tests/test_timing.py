@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import partir
 from partir.errors import HardwareError
 from partir.hardware import Efficiency, Hardware, Link, Pace, load_hardware
+from partir.link_routes import link_level, ranks_together
 from partir.mesh import Mesh
 from partir.overlap import as_run
-from partir.timing import COMPUTE, NodeTime, _together, collective_seconds, compute_seconds, link_level, node_times, step_seconds
+from partir.timing import COMPUTE, NodeTime, collective_seconds, compute_seconds, node_times, step_seconds
 from tests.planned import gpt_plan, mlp_plan
 
 NODE, NETWORK = Pace(1e-6, 1e10, 2e-6), Pace(1e-5, 1e9, 2e-6)
@@ -61,7 +62,7 @@ def test_ranks_that_share_a_unit_by_brute_force(sizes: tuple[int, ...], unit: in
     for count in (1, 2, 3):
         for axes in itertools.combinations(mesh.names, count):
             shared = [[sum(other // unit == rank // unit for other in group) for rank in group] for group in mesh.groups(axes)]
-            assert _together(mesh, axes, unit) == min(map(min, shared)), axes
+            assert ranks_together(mesh, axes, unit) == min(map(min, shared)), axes
 
 
 def test_arrays_are_taken() -> None:

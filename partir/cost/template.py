@@ -15,9 +15,10 @@ from torch.fx import GraphModule, Node
 
 from partir.cost.cost import Cost
 from partir.cost.monomial import Monomial
+from partir.cost.step_seconds import Fleet, Step, step_seconds
 from partir.dims import Dim
 from partir.graph import collective_name
-from partir.hardware import Hardware
+from partir.layer_span import Span
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.overlap import as_run
@@ -25,7 +26,6 @@ from partir.pads import Pad
 from partir.program import Program
 from partir.records import Stage, message_of
 from partir.subdims import Sizes, SubDim
-from partir.timing import Clock
 from partir.work import is_work
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 Padded = Mapping[int, tuple[int, int]]
 """Key of a sub-dim before padding -> its size and its padded size."""
-
-Step = tuple[str, str, int]
-"""``("start" | "wait" | "compute", node, number of the cost's Received or Work)``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +46,7 @@ class Template:
         parts: sizes that axes must divide.
         costs: by memory mode.
         steps: by memory mode and stage, what a rank does in order.
+        spans: of layers that stand for others.
     """
 
     mesh: Mesh
@@ -57,6 +55,7 @@ class Template:
     parts: frozenset[tuple[Monomial, tuple[str, ...]]]
     costs: Mapping[str, Cost]
     steps: Mapping[str, Mapping[Stage, Sequence[Step]]]
+    spans: Sequence[Span] = ()
 
     def sizes(self, mesh: Mesh, padded: Padded) -> dict[str, int] | None:
         """Return the value of each symbol on a mesh, None where the mesh is of another class.
@@ -91,29 +90,9 @@ class Template:
         known = self.costs[memory].values
         return {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in names}
 
-    def seconds(self, memory: str, mesh: Mesh, sizes: Mapping[str, int], hardware: Hardware) -> float:
-        """Return the predicted seconds of a step on a mesh, by `partir.timing`'s model."""
-        cost = self.costs[memory]
-        at = {**cost.values, **sizes}
-        now = 0.0
-        for stage, steps in self.steps[memory].items():
-            clock, under_way = Clock(hardware, mesh, stage, now), set[str]()
-            for kind, name, number in steps:
-                if kind == "start":
-                    one = cost.received[number]
-                    axes = [axis for axis in one.axes if mesh[axis] > 1]
-                    if axes:  # the template may have axes that this mesh has not
-                        clock.start(name, ".".join(axes), one.record.op, int(one.value(at)), one.count)
-                        under_way.add(name)
-                elif kind == "wait" and name in under_way:
-                    clock.wait(name)
-                elif kind == "wait":
-                    continue
-                else:
-                    work = cost.work[number]
-                    clock.compute(name, int(work.flops.value(at)), work.dtype, int(work.memory_value(at)), work.count)
-            now = clock.now
-        return now
+    def seconds(self, memory: str, meshes: Sequence[Mesh], sizes: Sequence[Mapping[str, int]], fleet: Fleet) -> Any:
+        """Return the predicted seconds of a step, by `partir.timing`'s model, an array with one number for each mesh."""
+        return step_seconds(self.costs[memory], self.steps[memory], self.spans, meshes, self._arrays(memory, sizes), fleet)
 
 
 def pad_symbols(compiled: Compiled | Lowered) -> tuple[dict[int, str], dict[str, int], dict[tuple[int, int], str]]:

@@ -30,6 +30,7 @@ class Work:
         flops: a multiplication and an addition are two.
         memory: bytes read and written; their sum counts.
         dtype: in which it computes.
+        layer: a list item's path, ``"blocks.0"``, or ``""``.
         count: how often it runs: more than once in a layer that stands for others.
     """
 
@@ -38,6 +39,7 @@ class Work:
     flops: Monomial
     memory: tuple[Monomial, ...]
     dtype: torch.dtype
+    layer: str = ""
     count: int = 1
 
     def memory_value(self, sizes: Any) -> Any:
@@ -62,7 +64,8 @@ def _stage(
         flops = 0 if is_collective(node) else node_flops(node)
         dtype = tensor_of(operands(node)[0]).dtype if flops and operands(node) else tensors_of(node)[0].dtype
         done = _in_symbols(flops, shares.get(str(node.meta.get("origin"))), sizes)
-        yield Work(stage, node.name, done, _memory(node, sizes), dtype, counts.get(layer_of(module_path(node.meta)), 1))
+        layer = layer_of(module_path(node.meta))
+        yield Work(stage, node.name, done, _memory(node, sizes), dtype, layer, counts.get(layer, 1))
 
 
 def _in_symbols(flops: int, share: Monomial | None, sizes: ProgramSizes) -> Monomial:
