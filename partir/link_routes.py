@@ -71,7 +71,7 @@ def ranks_together(mesh: Mesh, axes: tuple[str, ...], unit: int | None) -> int:
     strides = {name: mesh.extent(mesh.names[place + 1 :]) for place, name in enumerate(mesh.names)}
     offsets = np.zeros(1, dtype=np.int64)
     for axis in axes:
-        offsets = np.add.outer(offsets, strides[axis] * np.arange(mesh[axis])).ravel()
+        offsets = (offsets[:, None] + strides[axis] * np.arange(mesh[axis])).ravel()
     if unit is None:
         return len(offsets)
     firsts = {0}

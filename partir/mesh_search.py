@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from partir.cost.cost import cost_in_symbols, input_symbols
+from partir.cost.cost import Cost, cost_in_symbols, input_symbols, sizes_of
+from partir.cost.sizes import ProgramSizes
 from partir.cost.step_seconds import Fleet
-from partir.cost.template import Padded, Template, pad_symbols, parts_of, steps_of
+from partir.cost.template import Figures, Padded, Template, pad_symbols, parts_of
 from partir.errors import PartirError
 from partir.hardware import Hardware
 from partir.mesh import AXES, Mesh
@@ -21,15 +22,44 @@ from partir.options import Options
 from partir.passes import pipeline
 from partir.passes.choose_pads import choose_pads
 from partir.passes.fold_layers import fold_layers, is_periodic
+from partir.passes.same_program import is_same_program
 from partir.passes.trace import trace
+from partir.program import Program
 from partir.records import collectives_of
 from partir.rules.placement import placement
 from partir.suggestions import Suggestion
 
+Place = tuple[int, dict[str, int]]
+"""The number of a template, and the values of its symbols."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A suggestion, and how far it may be off.
+
+    Args:
+        suggestion: exact, or evaluated on a program of more axes.
+        least_seconds: that a step may take.
+        alike: no op runs in another way than in the program that it was evaluated on.
+    """
+
+    suggestion: Suggestion
+    least_seconds: float
+    alike: bool
+
 
 @dataclass
 class Search:
-    """One trace, and the templates compiled from it so far."""
+    """One trace, and the templates compiled from it so far.
+
+    Args:
+        model, args, kwargs: what is traced.
+        options: of the compiler.
+        modes: memory modes.
+        hardware: profile.
+        axes: that may have more than one rank.
+        progress: is told of each class that is compiled.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -37,6 +67,7 @@ class Search:
     options: Options
     modes: Sequence[str]
     hardware: Hardware
+    axes: Sequence[str] = AXES
     progress: Callable[[str], None] | None = None
     templates: list[Template] = field(default_factory=list[Template])
 
@@ -54,71 +85,111 @@ class Search:
         self._sizes = {one.key: one.size for dim in dims for one in dim}
         self.templates.clear()
         self._failed = dict[Mesh, str]()
-        self._known = dict[tuple[int, str, Mesh], Suggestion]()
+        self._pads = dict[Mesh, Padded]()
+        self._known = dict[tuple[int, str, Mesh], Figures]()
+        self._proven = set[tuple[int, Mesh]]()
 
-    def run(self, meshes: Sequence[Mesh]) -> list[Suggestion]:
+    def run(self, meshes: Sequence[Mesh]) -> list[Estimate]:
         """Return a suggestion for each mesh and mode; what cannot be compiled says why."""
         folded = None
-        places: list[tuple[int, dict[str, int]] | None] = []
+        places: list[Place | None] = []
         while folded is not self.folded:  # a class that is not periodic folds the layers anew
             folded = self.folded
             places = [self._place(mesh) for mesh in meshes]
-        classes: dict[int, list[tuple[Mesh, dict[str, int]]]] = {}
-        found: list[Suggestion] = []
+        classes: dict[tuple[int, tuple[str, ...]], list[tuple[Mesh, dict[str, int]]]] = {}
+        found: list[Estimate] = []
         for mesh, place in zip(meshes, places, strict=True):
             if place is None:
-                found += [Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]) for mode in self.modes]
+                found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0.0, True) for mode in self.modes]
             else:
-                classes.setdefault(place[0], []).append((mesh, place[1]))
-        for number, members in classes.items():
+                classes.setdefault((place[0], mesh.split_axes()), []).append((mesh, place[1]))
+        for (number, _), members in classes.items():
             for mode in self.modes:
                 found += self._evaluated(number, mode, members)
         return found
 
-    def _evaluated(self, number: int, mode: str, members: Sequence[tuple[Mesh, dict[str, int]]]) -> list[Suggestion]:
+    def _evaluated(self, number: int, mode: str, members: Sequence[tuple[Mesh, dict[str, int]]]) -> list[Estimate]:
         """Return the suggestions of a template for some meshes; each is made once, for other classes do not change it."""
         new = [(mesh, values) for mesh, values in members if (number, mode, mesh) not in self._known]
-        made = _evaluate(self.templates[number], mode, new, self._fleet) if new else []
-        self._known.update({(number, mode, mesh): one for (mesh, _), one in zip(new, made, strict=True)})
-        return [self._known[number, mode, mesh] for mesh, _ in members]
+        if new:
+            made = self.templates[number].evaluate(mode, [mesh for mesh, _ in new], [values for _, values in new], self._fleet)
+            self._known.update({(number, mode, mesh): one for (mesh, _), one in zip(new, made, strict=True)})
+        return [self._estimate(number, mode, mesh) for mesh, _ in members]
 
-    def _place(self, mesh: Mesh) -> tuple[int, dict[str, int]] | None:
-        """Return the template that stands for a mesh, its own class before others, and the values of its symbols; None: it fails."""
+    def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
+        template, one = self.templates[number], self._known[number, mode, mesh]
+        exact = template.mesh.split_axes() == mesh.split_axes() or (number, mesh) in self._proven
+        suggestion = Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact)
+        return Estimate(suggestion, one.least_seconds, not template.other_forms(mesh.split_axes()))
+
+    def make_sure(self, mesh: Mesh) -> None:
+        """Prove that the program which stands for a mesh is, without the axes that it lacks, its own; or compile for fewer axes."""
+        place = self._template(mesh)
+        assert place is not None, "only what was found can be made sure of"
+        template = self.templates[place[0]]
+        laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
+        if not template.padded and is_same_program(template.low, laid_out, mesh):
+            self._proven.add((place[0], mesh))
+        else:
+            self._compile_first([self._widened(_smallest(mesh), template), _smallest(mesh), mesh], mesh)
+
+    def _place(self, mesh: Mesh) -> Place | None:
+        """Return the template that stands for a mesh, that of the fewest axes before others; None: it fails."""
         if mesh in self._failed:
             return None
         found = self._template(mesh)
         if found is None:
-            self.compile_class(mesh)
+            self._compile_class(mesh)
             found = self._template(mesh)
         return found
 
-    def _template(self, mesh: Mesh) -> tuple[int, dict[str, int]] | None:
-        padded = self._padded(mesh)
-        own = [n for n, template in enumerate(self.templates) if template.mesh.split_axes() == mesh.split_axes()]
-        wider = [n for n, template in enumerate(self.templates) if set(template.mesh.split_axes()) > set(mesh.split_axes())]
-        for number in [*own, *wider]:
+    def _template(self, mesh: Mesh) -> Place | None:
+        padded, axes = self._padded(mesh), set(mesh.split_axes())
+        wider = [n for n, template in enumerate(self.templates) if set(template.mesh.split_axes()) >= axes]
+        for number in sorted(wider, key=lambda n: len(self.templates[n].mesh.split_axes())):
             sizes = self.templates[number].sizes(mesh, padded)
             if sizes is not None:
                 return number, sizes
         return None
 
-    def compile_class(self, mesh: Mesh) -> None:
-        """Compile the class of a mesh: for the mesh of the same axes and the smallest sizes, or, if that is another class, for itself."""
-        known = {template.mesh for template in self.templates}
-        for like in dict.fromkeys((_smallest(mesh), mesh)):
-            if like in known:
+    def _compile_class(self, mesh: Mesh) -> None:
+        """Compile for all axes where that serves the mesh too, or for its own; of the smallest sizes, on which most sizes divide.
+
+        Where a program of the smallest sizes is there and another class, the mesh's own sizes are what makes the difference.
+        """
+        axes, padded = set(mesh.split_axes()), set(self._padded(mesh))
+        divided = [one for one in self.templates if set(one.mesh.split_axes()) >= axes and set(one.padded) == padded]
+        sizes = [mesh] if divided else [_smallest(mesh), mesh]
+        self._compile_first([each for like in sizes for each in (self._widened(like), like)], mesh)
+
+    def _compile_first(self, likes: Sequence[Mesh], mesh: Mesh) -> None:
+        """Compile for the first of some meshes that serves another."""
+        known, padded = {template.mesh for template in self.templates}, self._padded(mesh)
+        for like in dict.fromkeys(likes):
+            if like in known or set(self._padded(like)) != set(padded):
                 continue
             try:
                 self.templates.append(self._compile(like))
             except PartirError as error:
                 self._failed[like] = str(error)
                 continue
-            if self.templates[-1].sizes(mesh, self._padded(mesh)) is not None:
+            if self.templates[-1].sizes(mesh, padded) is not None:
                 return
         self._failed.setdefault(mesh, "its program is of no known class")
 
+    def _widened(self, mesh: Mesh, template: Template | None = None) -> Mesh:
+        """Return a mesh with two ranks along the axes that it lacks; of those of a template, the ones that change no op's form."""
+        axes = mesh.split_axes()
+        for axis in self.axes:
+            if axis not in axes and (template is None or template.other_forms(axes) == template.other_forms((*axes, axis))):
+                axes = (*axes, axis)
+        return Mesh(AXES, tuple(max(mesh[axis], 2 if axis in axes else 1) for axis in AXES))
+
     def _padded(self, mesh: Mesh) -> Padded:
-        return {key: (self._sizes[key], size) for key, size in choose_pads(self._graph, mesh, self._law).items()}
+        if mesh not in self._pads:
+            pads = choose_pads(self._graph, mesh, self._law)
+            self._pads[mesh] = {key: (self._sizes[key], size) for key, size in pads.items()}
+        return self._pads[mesh]
 
     def _compile(self, mesh: Mesh) -> Template:
         if self.progress is not None:
@@ -128,25 +199,14 @@ class Search:
             self._fold(2 if self.folded.period == 1 else None)
             return self._compile(mesh)
         keys, values, names = pad_symbols(low)
-        costs, steps = dict[str, Any](), dict[str, Any]()
+        programs, sizes, costs = dict[str, Program](), dict[str, ProgramSizes](), dict[str, Cost]()
         for mode, compiled in pipeline.derive_each(low, self.modes).items():
             of_inputs, input_values = input_symbols(compiled, None)
-            known = {**of_inputs, **keys}
-            collectives = collectives_of(compiled.program)
-            costs[mode] = cost_in_symbols(compiled, collectives, known, {**input_values, **values}, self.folded.counts)
-            steps[mode] = steps_of(compiled.program, costs[mode])
-        return Template(mesh, self._padded(mesh), names, parts_of(low.graph, keys, mesh), costs, steps, self.folded.spans)
-
-
-def _evaluate(template: Template, mode: str, members: Sequence[tuple[Mesh, dict[str, int]]], fleet: Fleet) -> list[Suggestion]:
-    meshes, sizes = [mesh for mesh, _ in members], [values for _, values in members]
-    received, held = template.bytes(mode, sizes), template.peak_memory(mode, sizes)
-    seconds = template.seconds(mode, meshes, sizes, fleet)
-    exact = [template.mesh.split_axes() == mesh.split_axes() for mesh in meshes]
-    return [
-        Suggestion(_tuple(mesh), mode, round(received[i]), float(seconds[i]), round(held[i]), exact=exact[i])
-        for i, mesh in enumerate(meshes)
-    ]
+            known = {**input_values, **values}
+            programs[mode], sizes[mode] = compiled.program, sizes_of(compiled, {**of_inputs, **keys}, known)
+            costs[mode] = cost_in_symbols(compiled, collectives_of(compiled.program), sizes[mode], known, self.folded.counts)
+        parts = parts_of(low.graph, keys, mesh)
+        return Template(low, self._padded(mesh), names, parts, programs, sizes, costs, self.folded)
 
 
 def _smallest(mesh: Mesh) -> Mesh:

@@ -3,22 +3,24 @@
     Before: %a_start  %a_wait  %relu  %b_start  %b_wait  %mm(%relu, %b_wait)      relu reads a, b does not
     After:  %a_start  %b_start  %a_wait  %relu  %b_wait  %mm(%relu, %b_wait)
 
-A start has "start" and a wait has "wait" in ``meta["message"]``.
+In a graph that is bound to run, a start has "start" and a wait has "wait" in ``meta["message"]``.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.graph import is_collective, is_getitem, is_view
+from partir.collectives import split_axes
+from partir.graph import is_collective, is_getitem, is_view, operands
 from partir.mesh import Mesh
-from partir.records import message_of
+from partir.records import axis_of, message_of
 
 AHEAD = 4
 """Messages under way at once that something will read, so that memory holds no more than their results."""
@@ -33,76 +35,112 @@ def start_early_wait_late(graph: Graph) -> None:
     A message on the way to a result (a gradient: reduce-scatter, all-reduce, cast) is waited for when another wants its place, and what
     is left to do for that result is done then.
     """
-    schedule = _Schedule(graph)
-    for node in schedule.before:
-        if node.op == "placeholder":
-            schedule.emit(node)
-    for node in schedule.before:
-        if node.op != "placeholder" and "message" not in node.meta and node not in schedule.finishing:
-            schedule.need(node)
-    for earlier, later in zip(schedule.order, schedule.order[1:]):
+    nodes = list(graph.nodes)
+    turns = {node: Turn(node, node.meta.get("message", "call")) for node in nodes}
+    for node, turn in turns.items():
+        turn.read([turns[read] for read in node.all_input_nodes])
+    order = [turn.node for turn in _ordered([turns[node] for node in nodes])]
+    for earlier, later in zip(order, order[1:]):
         earlier.append(later)
 
 
-_orders: WeakKeyDictionary[GraphModule, dict[Mesh, tuple[Node, ...]]] = WeakKeyDictionary()
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One thing that a rank does.
+
+    Args:
+        node: of the graph.
+        kind: ``"start"`` and ``"wait"`` of a message, or ``"call"``.
+        reads: whose results it needs; those of a wait are the start alone.
+        users: that need its result.
+    """
+
+    node: Node
+    kind: str
+    reads: list[Turn] = field(default_factory=list["Turn"])
+    users: list[Turn] = field(default_factory=list["Turn"])
+
+    def read(self, turns: Iterable[Turn]) -> None:
+        """Note what it reads."""
+        self.reads = list(turns)
+        for turn in self.reads:
+            turn.users.append(self)
 
 
-def as_run(graph_module: GraphModule, mesh: Mesh) -> tuple[Node, ...]:
+_orders: WeakKeyDictionary[GraphModule, dict[Mesh, tuple[Turn, ...]]] = WeakKeyDictionary()
+
+
+def as_run(graph_module: GraphModule, mesh: Mesh) -> tuple[Turn, ...]:
     """Return the calls of a program's graph in the order in which the runtime makes them, each message a start and a wait.
 
-    Time, memory and steps ask for the same order; it is made once, for the graph of a program does not change.
+    Time, memory and steps ask for the same order; it is made once, for the graph of a program does not change. On a mesh that lacks axes
+    of the program's, collectives over these are left out.
     """
     known = _orders.setdefault(graph_module, {})
     if mesh not in known:
-        known[mesh] = _as_run(graph_module, mesh)
+        known[mesh] = tuple(turn for turn in _ordered(_turns(graph_module.graph, mesh)) if turn.node.op == "call_function")
     return known[mesh]
 
 
-def _as_run(graph_module: GraphModule, mesh: Mesh) -> tuple[Node, ...]:
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    for node in list(graph.nodes):
+def _turns(graph: Graph, mesh: Mesh) -> list[Turn]:
+    """Return what a rank does for the nodes of a graph, in their order; what nothing reads is left out."""
+    made: dict[Node, Turn] = {}
+    turns: list[Turn] = []
+    for node in graph.nodes:
+        reads = [made[read] for read in node.all_input_nodes]
+        if is_getitem(node) and node in made:
+            continue  # of a bucket in groups of one
+        if is_collective(node) and operands(node) and mesh.extent(split_axes(axis_of(node))) == 1:
+            made |= _handed_on(node, made)
+            continue
+        turn = Turn(node, "call")
+        turn.read(dict.fromkeys(reads))
+        made[node] = turn
+        turns.append(turn)
         if is_collective(node) and message_of(node, mesh)[1]:
-            _split_message(graph, node)
-    graph.eliminate_dead_code()
-    start_early_wait_late(graph)
-    return tuple(node for node in graph.nodes if node.op == "call_function")
+            turn.kind = "start"
+            made[node] = Turn(node, "wait")
+            made[node].read([turn])
+            turns.append(made[node])
+    return turns
 
 
-def _split_message(graph: Graph, start: Node) -> None:
-    """Before: ``%g = all_gather(%x)``. After: ``%g = all_gather(%x)  %wait = wait(%g)``, read in its place."""
-    with graph.inserting_after(start):
-        wait = graph.call_function(_wait)
-    start.replace_all_uses_with(wait)
-    wait.args = (start,)
-    wait.meta = {**start.meta, "message": "wait"}
-    start.meta = {**start.meta, "message": "start"}
+def _handed_on(node: Node, made: Mapping[Node, Turn]) -> dict[Node, Turn]:
+    """Return what is read in place of a collective in groups of one rank: its operand, of a bucket each item's."""
+    reads = [made[read] for read in operands(node)]
+    items = {user: reads[cast(int, user.args[1])] for user in node.users if is_getitem(user)}
+    return {node: reads[0], **items}
 
 
-def _wait(message: Any) -> Any:
-    """Stand for a wait in a graph that is timed and never run."""
-    return message
+def _ordered(turns: Sequence[Turn]) -> list[Turn]:
+    schedule = _Schedule(turns)
+    for turn in turns:
+        if turn.node.op == "placeholder":
+            schedule.emit(turn)
+    for turn in turns:
+        if turn.node.op != "placeholder" and turn.kind == "call" and turn not in schedule.finishing:
+            schedule.need(turn)
+    return schedule.order
 
 
 class _Schedule:
     """The new order, as it grows."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.before = list(graph.nodes)
-        self.order: list[Node] = []
-        self._place = {node: index for index, node in enumerate(self.before)}
-        self._done: set[Node] = set()
-        self.finishing = _finishing(self.before)
-        self._ready: dict[bool, list[tuple[int, Node]]] = {True: [], False: []}
-        self._under_way: dict[bool, dict[Node, None]] = {True: {}, False: {}}
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.order: list[Turn] = []
+        self._place = {turn: index for index, turn in enumerate(turns)}
+        self._done: set[Turn] = set()
+        self.finishing = _finishing(turns)
+        self._ready: dict[bool, list[tuple[int, Turn]]] = {True: [], False: []}
+        self._under_way: dict[bool, dict[Turn, None]] = {True: {}, False: {}}
 
-    def need(self, node: Node) -> None:
+    def need(self, turn: Turn) -> None:
         """Emit a node, what it waits for before it, and afterwards the starts that may follow."""
-        if node in self._done:
+        if turn in self._done:
             return
-        for operand in node.all_input_nodes:
+        for operand in turn.reads:
             self.need(operand)
-        self.emit(node)
+        self.emit(turn)
         while self._start_one(True) or self._start_one(False):
             pass
 
@@ -128,44 +166,45 @@ class _Schedule:
             self._finish(user)
         return oldest not in self._under_way[True]
 
-    def _finish(self, node: Node) -> None:
-        self.emit(node)
-        for user in node.users:
-            local = user in self.finishing and "message" not in user.meta
-            if local and all(operand in self._done for operand in user.all_input_nodes):
+    def _finish(self, turn: Turn) -> None:
+        self.emit(turn)
+        for user in turn.users:
+            local = user in self.finishing and user.kind == "call"
+            if local and all(operand in self._done for operand in user.reads):
                 self._finish(user)
 
-    def emit(self, node: Node) -> None:
+    def emit(self, turn: Turn) -> None:
         """Append a node whose operands are there."""
-        if node in self._done:
+        if turn in self._done:
             return
-        self._done.add(node)
-        self.order.append(node)
-        if node.meta.get("message") == "start":
-            self._under_way[self._is_result(node)][node] = None
-        elif node.meta.get("message") == "wait":
-            start = node.all_input_nodes[0]
+        self._done.add(turn)
+        self.order.append(turn)
+        if turn.kind == "start":
+            self._under_way[self._is_result(turn)][turn] = None
+        elif turn.kind == "wait":
+            start = turn.reads[0]
             self._under_way[self._is_result(start)].pop(start, None)
-        for user in node.users:
-            if user.meta.get("message") == "start" and all(operand in self._done for operand in user.all_input_nodes):
+        for user in turn.users:
+            if user.kind == "start" and all(operand in self._done for operand in user.reads):
                 heapq.heappush(self._ready[self._is_result(user)], (self._place[user], user))
 
-    def _is_result(self, start: Node) -> bool:
+    def _is_result(self, start: Turn) -> bool:
         return all(wait in self.finishing for wait in start.users)
 
 
-def _finishing(nodes: Sequence[Node]) -> set[Node]:
+def _finishing(turns: Sequence[Turn]) -> set[Turn]:
     """Return the waits on the way to results, and what lies between them and the results: other messages, views, casts; no computation."""
-    found: set[Node] = set()
-    for node in reversed(nodes):
-        if node.users and all(user.op == "output" or user in found for user in node.users) and _is_light(node):
-            found.add(node)
-    after: set[Node] = set()
-    for node in nodes:
-        if node in found and (node.meta.get("message") == "wait" or any(operand in after for operand in node.all_input_nodes)):
-            after.add(node)
+    found: set[Turn] = set()
+    for turn in reversed(turns):
+        if turn.users and all(user.node.op == "output" or user in found for user in turn.users) and _is_light(turn):
+            found.add(turn)
+    after: set[Turn] = set()
+    for turn in turns:
+        if turn in found and (turn.kind == "wait" or any(read in after for read in turn.reads)):
+            after.add(turn)
     return after
 
 
-def _is_light(node: Node) -> bool:
-    return "message" in node.meta or is_getitem(node) or is_view(node) or node.target is torch.ops.aten._to_copy.default
+def _is_light(turn: Turn) -> bool:
+    node = turn.node
+    return turn.kind != "call" or is_getitem(node) or is_view(node) or node.target is torch.ops.aten._to_copy.default

@@ -83,9 +83,14 @@ def _records(graph_module: GraphModule, mesh: Mesh, stage: Stage, names: Mapping
         yield Collective(collective_name(node), axis, num_bytes, stage, reason, line, node.name, again, dtype)
 
 
+def axis_of(node: Node) -> str:
+    """Return the axes of a collective's group, ``"z.x"``."""
+    return str(_arguments(node)["axis"])
+
+
 def message_of(node: Node, mesh: Mesh) -> tuple[str, int]:
     """Return the axes of a collective's group, ``"z.x"``, and the bytes that one rank receives, 0 where nothing moves."""
-    axis = str(_arguments(node)["axis"])
+    axis = axis_of(node)
     blocks = [tensor_of(operand) for operand in operands(node)]
     if not blocks:
         return axis, 0

@@ -24,7 +24,7 @@ from torch import nn
 from partir.errors import MeshError, PartirError
 from partir.hardware import Hardware, load_hardware
 from partir.mesh import AXES, Mesh
-from partir.mesh_search import Search
+from partir.mesh_search import Estimate, Search
 from partir.module import ParallelModule, original_class
 from partir.options import Options, budget_of
 from partir.quantities import parse_bytes, spell_bytes
@@ -33,7 +33,8 @@ from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
-ESTIMATES = {"time": 0.35, "bytes": 0.05, "memory": 0.15}  # how far an estimate may be off: small models wait for launches
+MARGIN = 0.02  # how far an estimate may be off
+ESTIMATES = {"time": 0.05, "bytes": 0.05, "memory": 0.2}  # and where ops run in another way than in the program it is from
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
 
@@ -75,12 +76,13 @@ def suggest_mesh(
     budget = profile.memory if memory is None else parse_bytes(memory)
     with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext():
         inputs = positional(example_inputs), dict(example_kwargs or {})
-        search = Search(model, *inputs, Options(outputs=outputs), modes, profile, progress)
+        search = Search(model, *inputs, Options(outputs=outputs), modes, profile, axes, progress)
         meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
-        found = search.run(meshes)
-        while unsure := _unsure(found, budget, by, sure):
-            search.compile_class(Mesh.parse(unsure.mesh))
-            found = search.run(meshes)
+        estimates = search.run(meshes)
+        while unsure := _unsure(estimates, budget, by, sure):
+            search.make_sure(Mesh.parse(unsure.mesh))
+            estimates = search.run(meshes)
+    found = [one.suggestion for one in estimates]
     ranked = _fitting(found, budget, by)
     rejected = [_over(one, budget) for one in found if one.why or one.memory > budget]
     if not ranked:
@@ -129,12 +131,23 @@ def _fitting(found: Sequence[Suggestion], budget: float, by: str) -> list[Sugges
     return sorted((one for one in found if not one.why and one.memory <= budget), key=lambda one: _order(one, by))
 
 
-def _unsure(found: Sequence[Suggestion], budget: float, by: str, sure: int | None) -> Suggestion | None:
+def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | None) -> Suggestion | None:
     """Return an estimate that matters: among the best, perhaps the best, or so near to the budget that it may fit or not."""
-    near = [one for one in found if not one.exact and not one.why and abs(one.memory / budget - 1) < ESTIMATES["memory"]]
-    ranked = _fitting(found, budget, by)
-    perhaps = [one for one in ranked if getattr(one, KEYS[by]) * (1 - ESTIMATES[by]) < getattr(ranked[0], KEYS[by])]
-    return next((one for one in [*ranked[:sure], *perhaps, *near] if not one.exact), None)
+    open_ones = {one.suggestion: one for one in estimates if not one.suggestion.exact and not one.suggestion.why}
+    ranked = _fitting([one.suggestion for one in estimates], budget, by)
+    near = [one for one, estimate in open_ones.items() if abs(one.memory / budget - 1) < _margin(estimate, "memory")]
+    perhaps = [one for one in ranked if one in open_ones and _least(open_ones[one], by) < getattr(ranked[0], KEYS[by])]
+    return next((one for one in [*ranked[:sure], *perhaps, *near] if one in open_ones), None)
+
+
+def _least(estimate: Estimate, by: str) -> float:
+    """Return the least that an estimate may stand for."""
+    most = estimate.least_seconds if by == "time" else getattr(estimate.suggestion, KEYS[by])
+    return most * (1 - _margin(estimate, by))
+
+
+def _margin(estimate: Estimate, by: str) -> float:
+    return MARGIN if estimate.alike else ESTIMATES[by]
 
 
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:

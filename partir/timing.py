@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from partir.collectives import split_axes
 from partir.graph import collective_name, operands, tensor_of, tensors_of
 from partir.hardware import Hardware, load_hardware
 from partir.link_routes import link_level, route_of
 from partir.mesh import Mesh
-from partir.overlap import as_run
+from partir.overlap import Turn, as_run
 from partir.program import Program
 from partir.records import Stage, message_of
 from partir.work import is_work, node_bytes, node_flops
@@ -177,8 +177,8 @@ def _stages(program: Program, hardware: str | Path | Hardware) -> list[Clock]:
     for stage, graph_module in stages:
         if graph_module is not None:
             clocks.append(Clock(profile, program.mesh, stage, clocks[-1].now if clocks else 0.0))
-            for node in as_run(graph_module, program.mesh):
-                _play(clocks[-1], node)
+            for turn in as_run(graph_module, program.mesh):
+                _play(clocks[-1], turn)
     return clocks
 
 
@@ -227,14 +227,14 @@ class Clock:
         self.exposed += max(0.0, seconds)
 
 
-def _play(clock: Clock, node: Node) -> None:
+def _play(clock: Clock, turn: Turn) -> None:
     """Let one node of a graph run."""
-    message = node.meta.get("message")
-    if message == "start":
+    node = turn.node
+    if turn.kind == "start":
         axis, num_bytes = message_of(node, clock.mesh)
         clock.start(node.name, axis, collective_name(node), num_bytes)
-    elif message == "wait":
-        clock.wait(node.all_input_nodes[0].name)
+    elif turn.kind == "wait":
+        clock.wait(node.name)
     elif is_work(node):
         flops = node_flops(node)
         dtype = tensor_of(operands(node)[0]).dtype if flops else tensors_of(node)[0].dtype

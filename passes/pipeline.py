@@ -116,7 +116,8 @@ class Lowered:
     Args:
         mesh, traced: what it was made of.
         annotated: the graph with the chosen layouts, sizes global.
-        graph: with collectives, sizes local.
+        collectives: that graph with collectives, sizes global.
+        graph: one rank's, sizes local.
         inputs, outputs: the slots of a program.
         training: gradients are recorded.
         texts, timings: of the passes.
@@ -126,6 +127,7 @@ class Lowered:
     mesh: Mesh
     traced: Traced
     annotated: GraphModule
+    collectives: GraphModule
     graph: GraphModule
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
@@ -151,6 +153,44 @@ def lower(
     """
     run = Run(mesh, dict(timings or {}), check=factorised is None)
     training = torch.is_grad_enabled()
+    annotated, slots = _annotated(run, traced, options, parameter_layouts or {}, input_layouts or {}, factorised)
+    run.text("annotated", annotated, {name: slot.name for name, slot in slots.items()})
+    sharded = _sharded_outputs(annotated, traced, options.outputs, training)
+    shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
+    annotated, collectives = _with_collectives(run, annotated, sharded)
+    graph = run.pass_("expand_recipes", collectives, lambda g: expand_recipes(g, mesh), "lowered")
+    graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
+    graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
+    lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
+    run.text("lowered", lowered, {name: slot.name for name, slot in slots.items()})
+    inputs = input_slots(lowered, slots, outputs_reached(annotated) if training else {})
+    outputs = output_slots(lowered, shapes, traced, training)
+    return Lowered(mesh, traced, annotated, collectives, lowered, inputs, outputs, training, run.texts, run.timings, options.reduce_dtype)
+
+
+def lay_out(traced: Traced, mesh: Mesh, options: Options, factorised: GraphModule) -> GraphModule:
+    """Return the graph with the layouts and the collectives that `lower` gives it; ``factorised``: what `factorise` made of it."""
+    run = Run(mesh, {}, check=False)
+    annotated, _ = _annotated(run, traced, options, {}, {}, factorised)
+    return _with_collectives(run, annotated, _sharded_outputs(annotated, traced, options.outputs, torch.is_grad_enabled()))[1]
+
+
+def _with_collectives(run: Run, annotated: GraphModule, sharded: Sequence[bool]) -> tuple[GraphModule, GraphModule]:
+    """Return the graph whose outputs keep pads, and that with collectives."""
+    annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, run.mesh, sharded))
+    return annotated, run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, run.mesh, sharded), "collectives")
+
+
+def _annotated(
+    run: Run,
+    traced: Traced,
+    options: Options,
+    parameter_layouts: Mapping[str, Layout],
+    input_layouts: Mapping[str, Layout],
+    factorised: GraphModule | None,
+) -> tuple[GraphModule, dict[str, InputSlot]]:
+    """Return the graph with layouts, and the slot of each placeholder by its name."""
+    mesh, training = run.mesh, torch.is_grad_enabled()
     run.text("traced", traced.graph_module)
     graph = copy_graph(factorised) if factorised is not None else _factorised(run, traced)
     law = placement(options.placement)
@@ -160,22 +200,10 @@ def lower(
     slots = {node.name: slot for node, slot in zip(placeholders(graph), traced.slots)}
     dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in placeholders(graph)}
     pinned = match_pins(options.pin, graph, {name: slot.name for name, slot in slots.items()}, mesh)
-    given = _given(slots, dtypes, training, pinned, parameter_layouts or {}, input_layouts or {})
+    given = _given(slots, dtypes, training, pinned, parameter_layouts, input_layouts)
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
     check_pins(annotated, given.layouts, mesh)
-    run.text("annotated", annotated, {name: slot.name for name, slot in slots.items()})
-    sharded = _sharded_outputs(annotated, traced, options.outputs, training)
-    shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
-    annotated = run.pass_("leave_padded", annotated, lambda g: leave_padded(g, mesh, sharded))
-    graph = run.pass_("insert_collectives", annotated, lambda g: insert_collectives(g, mesh, sharded), "collectives")
-    graph = run.pass_("expand_recipes", graph, lambda g: expand_recipes(g, mesh), "lowered")
-    graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
-    graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
-    lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
-    run.text("lowered", lowered, {name: slot.name for name, slot in slots.items()})
-    inputs = input_slots(lowered, slots, outputs_reached(annotated) if training else {})
-    outputs = output_slots(lowered, shapes, traced, training)
-    return Lowered(mesh, traced, annotated, lowered, inputs, outputs, training, run.texts, run.timings, options.reduce_dtype)
+    return annotated, slots
 
 
 def factorise(traced: Traced) -> GraphModule:

@@ -147,22 +147,32 @@ def cost_of(
         PartirError: no such input or dim.
     """
     keys, values = input_symbols(compiled, symbols)
-    return cost_in_symbols(compiled, collectives, keys, values, counts or {})
+    return cost_in_symbols(compiled, collectives, sizes_of(compiled, keys, values), values, counts or {})
 
 
-def cost_in_symbols(
-    compiled: Compiled, collectives: Sequence[Collective], keys: Mapping[int, str], values: Mapping[str, int], counts: Mapping[str, int]
-) -> Cost:
-    """Return the cost of a compiled program.
+def sizes_of(compiled: Compiled, keys: Mapping[int, str], values: Mapping[str, int]) -> ProgramSizes:
+    """Return the size of each value of a compiled program in symbols.
 
     Args:
         keys: the key of a sub-dim -> its symbol.
         values: the size of each symbol in the program.
-        counts: as for `cost_of`.
     """
     program = compiled.program
     graphs = [module for module in (program.forward, program.backward) if module is not None]
-    sizes = ProgramSizes(graphs, compiled.lowered, program.mesh, keys, values)
+    return ProgramSizes(graphs, compiled.lowered, program.mesh, keys, values)
+
+
+def cost_in_symbols(
+    compiled: Compiled, collectives: Sequence[Collective], sizes: ProgramSizes, values: Mapping[str, int], counts: Mapping[str, int]
+) -> Cost:
+    """Return the cost of a compiled program.
+
+    Args:
+        sizes: of its values.
+        values: the size of each symbol but the axes in the program.
+        counts: as for `cost_of`.
+    """
+    program = compiled.program
     axes = {axis: program.mesh[axis] for axis in program.mesh.split_axes()}
     received = tuple(_received(program, collectives, sizes, counts))
     work, blocks = work_of(compiled, sizes, counts), blocks_of(program, sizes, counts)

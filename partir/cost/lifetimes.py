@@ -78,9 +78,8 @@ class _Stage:
 
     def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: Numels, counts: Mapping[str, int]) -> None:
         self.module, self.stage, self.mesh, self.sizes, self.counts = module, stage, mesh, sizes, counts
-        self.named = {node.name: node for node in module.graph.nodes}
-        self.order = list(as_run(module, mesh))
-        self.place = {node.name: number for number, node in enumerate(self.order)}
+        self.order = as_run(module, mesh)
+        self.place = {turn: number for number, turn in enumerate(self.order)}
         self.end = len(self.order)
 
     def kept(self, kind: str, which: slice) -> dict[Storage, str]:
@@ -92,9 +91,9 @@ class _Stage:
         """Return the storages that the calls make; ``kept``: those that stay to the end."""
         dies = self._last_reads()
         found: list[Block] = []
-        for number, node in enumerate(self.order):
-            made = self.named.get(node.name)
-            if made is None or is_getitem(made) or self._is_other_name(made):
+        for number, turn in enumerate(self.order):
+            made = turn.node
+            if turn.kind == "wait" or is_getitem(made) or self._is_other_name(made):
                 continue
             for place, (tensor, numel) in enumerate(zip(tensors_of(made), self.sizes.numels(made), strict=True)):
                 storage = (made.name, place)
@@ -107,22 +106,16 @@ class _Stage:
 
     def _last_reads(self) -> dict[Storage, int]:
         found: dict[Storage, int] = {}
-        for number, node in enumerate(self.order):
-            for read in self._reads(node):
+        for number, turn in enumerate(self.order):
+            for read in [turn.node] if turn.kind == "wait" else turn.node.all_input_nodes:
                 found[self._storage(read)] = number
         return found
 
-    def _reads(self, node: Node) -> list[Node]:
-        """Return what a call reads, in the graph itself: a wait reads the message's result."""
-        if node.meta.get("message") == "wait":
-            return [self.named[node.all_input_nodes[0].name]]
-        return self.named[node.name].all_input_nodes
-
     def _copies(self, node: Node, start: int) -> list[Block]:
         """Return what a message holds beside its result: what it sends, put in rows, and what it received, not yet put together."""
-        if self.order[start].meta.get("message") != "start":
+        if self.order[start].kind != "start":
             return []
-        wait = self._wait_of(start)
+        wait = next((self.place[turn] for turn in self.order[start].users), start)
         sent, received = copies_of(node, self.mesh)
         held = [one for read in operands(node) for one in self._bytes(read)] if sent else []
         held += self._bytes(node) if received else []
@@ -132,10 +125,6 @@ class _Stage:
     def _bytes(self, node: Node) -> list[Monomial]:
         return [numel * tensor.dtype.itemsize for tensor, numel in zip(tensors_of(node), self.sizes.numels(node))]
 
-    def _wait_of(self, start: int) -> int:
-        wait = next(iter(self.order[start].users), None)
-        return self.place[wait.name] if wait is not None else start
-
     def _storage(self, node: Node) -> Storage:
         """Return the call, and which of its results, whose memory a node looks at."""
         while True:
@@ -143,6 +132,9 @@ class _Stage:
                 return _whole(node).name, cast(int, node.args[1])
             if not self._is_other_name(node):
                 return node.name, 0
+            if is_getitem(node) and is_collective(_whole(node)):  # of a bucket in groups of one
+                node = operands(_whole(node))[cast(int, node.args[1])]
+                continue
             node = node.all_input_nodes[0]
 
     def _is_other_name(self, node: Node) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
@@ -37,6 +38,13 @@ class Monomial:
             for name in names:
                 powers[name] = powers.get(name, 0) + sign
         return cls(Fraction(coefficient), tuple(sorted((name, power) for name, power in powers.items() if power)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.coefficient, self.powers))
 
     def __mul__(self, other: Monomial | int | Fraction) -> Monomial:
         if not isinstance(other, Monomial):

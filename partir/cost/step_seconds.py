@@ -6,7 +6,7 @@ it enters the next, its messages and those of its neighbours under way meanwhile
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ def step_seconds(
     meshes: Sequence[Mesh],
     sizes: Mapping[str, Any],
     fleet: Fleet,
+    free: Collection[str] = (),
 ) -> Any:
     """Return the seconds of a step, an array with one number for each mesh.
 
@@ -63,8 +64,9 @@ def step_seconds(
         meshes: which may lack axes of the template: their messages do not happen.
         sizes: the value of each symbol, an array with one number for each mesh.
         fleet: of the hardware.
+        free: origins of works that take no time.
     """
-    prices = _Prices(cost, meshes, sizes, fleet)
+    prices = _Prices(cost, meshes, sizes, fleet, frozenset(free))
     total: Any = np.zeros(len(meshes))
     for stage, played in steps.items():
         seconds, entered = _play(played, prices)
@@ -107,8 +109,8 @@ def _play(steps: Sequence[Step], prices: _Prices) -> tuple[Any, dict[str, Any]]:
 class _Prices:
     """Seconds of the messages and the works of a cost, each kind computed once."""
 
-    def __init__(self, cost: Cost, meshes: Sequence[Mesh], sizes: Mapping[str, Any], fleet: Fleet) -> None:
-        self.cost, self.meshes, self.sizes, self.fleet = cost, meshes, sizes, fleet
+    def __init__(self, cost: Cost, meshes: Sequence[Mesh], sizes: Mapping[str, Any], fleet: Fleet, free: frozenset[str]) -> None:
+        self.cost, self.meshes, self.sizes, self.fleet, self.free = cost, meshes, sizes, fleet, free
         self._messages: dict[Any, tuple[Any, Any]] = {}
         self._works: dict[Any, Any] = {}
 
@@ -131,7 +133,9 @@ class _Prices:
     def compute(self, number: int) -> Any:
         """Return the seconds of a work."""
         one = self.cost.work[number]
-        key = (one.flops, one.memory, one.dtype)
+        if one.origin in self.free:
+            return 0.0
+        key = (one.flops, one.memory, one.dtype, one.axes)
         if key not in self._works:
             self._works[key] = self._compute(one)
         return self._works[key]
@@ -139,4 +143,6 @@ class _Prices:
     def _compute(self, one: Work) -> Any:
         flops, moved = np.floor(one.flops.value(self.sizes)), np.floor(one.memory_value(self.sizes))
         arithmetic = flops if one.flops.coefficient else 0
-        return compute_seconds(self.fleet.hardware, arithmetic, one.dtype, moved)
+        seconds = compute_seconds(self.fleet.hardware, arithmetic, one.dtype, moved)
+        idle = [bool(one.axes) and mesh.extent(one.axes) == 1 for mesh in self.meshes]
+        return np.where(idle, 0.0, seconds)

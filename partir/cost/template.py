@@ -7,28 +7,31 @@ sizes differ from mesh to mesh, so they are symbols here, beside the axes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from partir.cost.cost import Cost
+from partir.cost.lifetimes import blocks_of
 from partir.cost.monomial import Monomial
+from partir.cost.sizes import ProgramSizes
 from partir.cost.step_seconds import Fleet, Step, step_seconds
 from partir.dims import Dim
-from partir.graph import collective_name
-from partir.layer_span import Span
 from partir.layout import Layout
 from partir.mesh import Mesh
-from partir.overlap import as_run
+from partir.overlap import Turn, as_run
 from partir.pads import Pad
+from partir.passes.same_program import other_forms, without
 from partir.program import Program
-from partir.records import Stage, message_of
+from partir.records import Stage
 from partir.subdims import Sizes, SubDim
 from partir.work import is_work
 
 if TYPE_CHECKING:
+    from partir.passes.fold_layers import Folded
     from partir.passes.pipeline import Compiled, Lowered
 
 Padded = Mapping[int, tuple[int, int]]
@@ -40,22 +43,47 @@ class Template:
     """What one compilation says about a class of meshes.
 
     Args:
-        mesh: that it was compiled for.
+        low: what the programs were derived from.
         padded: the sub-dims that are padded.
         symbols: (size, padded size) -> the symbol of the padded size.
         parts: sizes that axes must divide.
+        programs: by memory mode.
+        sizes_of: by memory mode, the size of each value of the program in symbols.
         costs: by memory mode.
-        steps: by memory mode and stage, what a rank does in order.
-        spans: of layers that stand for others.
+        folded: which layers stand for others.
     """
 
-    mesh: Mesh
+    low: Lowered
     padded: Padded
     symbols: Mapping[tuple[int, int], str]
     parts: frozenset[tuple[Monomial, tuple[str, ...]]]
+    programs: Mapping[str, Program]
+    sizes_of: Mapping[str, ProgramSizes]
     costs: Mapping[str, Cost]
-    steps: Mapping[str, Mapping[Stage, Sequence[Step]]]
-    spans: Sequence[Span] = ()
+    folded: Folded
+    _runs: dict[tuple[str, tuple[str, ...]], Run] = field(default_factory=dict[Any, "Run"])
+    _forms: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict[Any, "frozenset[str]"])
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was compiled for."""
+        return self.low.mesh
+
+    def other_forms(self, axes: tuple[str, ...]) -> frozenset[str]:
+        """Return the calls that would run in another way where only ``axes`` have more than one rank."""
+        if axes not in self._forms:
+            self._forms[axes] = other_forms(self.low, axes)
+        return self._forms[axes]
+
+    def run(self, memory: str, axes: tuple[str, ...]) -> Run:
+        """Return how the program runs on meshes on which only ``axes`` have more than one rank: the messages of others do not happen."""
+        key = (memory, axes)
+        if key not in self._runs:
+            program = replace(self.programs[memory], mesh=without(self.mesh, axes))
+            blocks = blocks_of(program, self.sizes_of[memory], self.folded.counts)
+            cost = replace(self.costs[memory], blocks=blocks)
+            self._runs[key] = Run(cost, steps_of(program, cost))
+        return self._runs[key]
 
     def sizes(self, mesh: Mesh, padded: Padded) -> dict[str, int] | None:
         """Return the value of each symbol on a mesh, None where the mesh is of another class.
@@ -76,23 +104,55 @@ class Template:
                 return None
         return values
 
-    def bytes(self, memory: str, sizes: Sequence[Mapping[str, int]]) -> Any:
-        """Return the bytes that one rank receives, an array with one number for each assignment of sizes."""
-        at = self._arrays(memory, sizes)
-        return sum((one.value(at) * one.count for one in self.costs[memory].received), np.zeros(len(sizes)))
+    def evaluate(self, memory: str, meshes: Sequence[Mesh], sizes: Sequence[Mapping[str, int]], fleet: Fleet) -> list[Figures]:
+        """Return what a step costs on some meshes.
 
-    def peak_memory(self, memory: str, sizes: Sequence[Mapping[str, int]]) -> Any:
-        """Return the most bytes that one rank holds, an array with one number for each assignment of sizes."""
-        return self.costs[memory].peak_memory(self._arrays(memory, sizes))
+        Args:
+            memory: the mode.
+            meshes: of the same axes of more than one rank.
+            sizes: the values of the symbols on each.
+            fleet: of the hardware.
+        """
+        axes = meshes[0].split_axes()
+        run, other = self.run(memory, axes), self.other_forms(axes)
+        known = run.cost.values
+        at = {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in {**known, **sizes[0]}}
+        received = sum((one.value(at) * one.count for one in run.cost.received), np.zeros(len(sizes)))
+        played = partial(step_seconds, run.cost, run.steps, self.folded.spans, meshes, at, fleet)
+        seconds = played()
+        least = played(other) if other else seconds
+        held = run.cost.peak_memory(at)
+        return [Figures(round(r), float(s), float(m), round(h)) for r, s, m, h in zip(received, seconds, least, held, strict=True)]
 
-    def _arrays(self, memory: str, sizes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-        names = {**self.costs[memory].values, **(sizes[0] if sizes else {})}
-        known = self.costs[memory].values
-        return {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in names}
 
-    def seconds(self, memory: str, meshes: Sequence[Mesh], sizes: Sequence[Mapping[str, int]], fleet: Fleet) -> Any:
-        """Return the predicted seconds of a step, by `partir.timing`'s model, an array with one number for each mesh."""
-        return step_seconds(self.costs[memory], self.steps[memory], self.spans, meshes, self._arrays(memory, sizes), fleet)
+@dataclass(frozen=True)
+class Figures:
+    """What a step costs.
+
+    Args:
+        bytes: that one rank receives.
+        seconds: that it takes.
+        least_seconds: if the calls that run in another way on this mesh than in the template took none.
+        memory: the most bytes that one rank holds.
+    """
+
+    bytes: int
+    seconds: float
+    least_seconds: float
+    memory: int
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """How a program runs on some of its axes.
+
+    Args:
+        cost: its blocks are those of this run.
+        steps: by stage, what a rank does in order.
+    """
+
+    cost: Cost
+    steps: Mapping[Stage, Sequence[Step]]
 
 
 def pad_symbols(compiled: Compiled | Lowered) -> tuple[dict[int, str], dict[str, int], dict[tuple[int, int], str]]:
@@ -165,18 +225,15 @@ def steps_of(program: Program, cost: Cost) -> dict[Stage, list[Step]]:
     found: dict[Stage, list[Step]] = {}
     for stage, module in stages:
         if module is not None:
-            steps = [_step(stage, node, program.mesh, received, work) for node in as_run(module, program.mesh)]
+            steps = [_step(stage, turn, received, work) for turn in as_run(module, program.mesh)]
             found[stage] = [step for step in steps if step is not None]
     return found
 
 
-def _step(
-    stage: Stage, node: Node, mesh: Mesh, received: Mapping[tuple[str, str], int], work: Mapping[tuple[str, str], int]
-) -> Step | None:
-    message = node.meta.get("message")
-    if message == "wait":
-        return "wait", node.all_input_nodes[0].name, 0
-    if message == "start":
-        assert message_of(node, mesh)[1], f"{collective_name(node)} moves nothing"
+def _step(stage: Stage, turn: Turn, received: Mapping[tuple[str, str], int], work: Mapping[tuple[str, str], int]) -> Step | None:
+    node = turn.node
+    if turn.kind == "wait":
+        return "wait", node.name, 0
+    if turn.kind == "start":
         return "start", node.name, received[(stage, node.name)]
     return ("compute", node.name, work[(stage, node.name)]) if is_work(node) else None

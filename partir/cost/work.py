@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
+from partir.collectives import split_axes
 from partir.cost.monomial import Monomial
 from partir.cost.sizes import ProgramSizes
 from partir.errors import module_path
 from partir.graph import is_collective, operands, tensor_of, tensors_of
-from partir.records import layer_of
+from partir.records import axis_of, layer_of
 from partir.work import is_work, node_bytes, node_flops
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Work:
         flops: a multiplication and an addition are two.
         memory: bytes read and written; their sum counts.
         dtype: in which it computes.
+        axes: of a collective that moves nothing (a slice): where all of them have one rank there is nothing to do.
+        origin: the call of the annotated graph that it serves.
         layer: a list item's path, ``"blocks.0"``, or ``""``.
         count: how often it runs: more than once in a layer that stands for others.
     """
@@ -39,6 +42,8 @@ class Work:
     flops: Monomial
     memory: tuple[Monomial, ...]
     dtype: torch.dtype
+    axes: tuple[str, ...] = ()
+    origin: str = ""
     layer: str = ""
     count: int = 1
 
@@ -63,9 +68,11 @@ def _stage(
             continue
         flops = 0 if is_collective(node) else node_flops(node)
         dtype = tensor_of(operands(node)[0]).dtype if flops and operands(node) else tensors_of(node)[0].dtype
-        done = _in_symbols(flops, shares.get(str(node.meta.get("origin"))), sizes)
+        origin = str(node.meta.get("origin"))
+        done = _in_symbols(flops, shares.get(origin), sizes)
         layer = layer_of(module_path(node.meta))
-        yield Work(stage, node.name, done, _memory(node, sizes), dtype, layer, counts.get(layer, 1))
+        axes = split_axes(axis_of(node)) if is_collective(node) else ()
+        yield Work(stage, node.name, done, _memory(node, sizes), dtype, axes, origin, layer, counts.get(layer, 1))
 
 
 def _in_symbols(flops: int, share: Monomial | None, sizes: ProgramSizes) -> Monomial:
