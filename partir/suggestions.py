@@ -20,7 +20,7 @@ class Suggestion:
         seconds: of a step, predicted.
         memory: bytes that one rank holds at most, with AdamW.
         why: what speaks against it; ``""`` for one that is ranked.
-        exact: computed from a compilation of its own class; False: estimated from one with more axes.
+        exact: computed from a program that is its own; False: from one with more axes, not proven to be the same without them.
     """
 
     mesh: tuple[int, ...]

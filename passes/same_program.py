@@ -85,7 +85,7 @@ def _kept(graph: Graph, mesh: Mesh) -> Iterator[tuple[Node, list[Node]]]:
     """Yield the nodes that do something on a mesh, and what they read of those: a collective in groups of one hands its operand on."""
     behind: dict[Node, Node] = {}
     for node in graph.nodes:
-        reads: list[Node] = [behind.get(read, read) for read in node.all_input_nodes]
+        reads = [behind[read] if read in behind else read for read in node.all_input_nodes]
         if is_collective(node) and operands(node) and mesh.extent(axes_in(axis_of(node))) == 1:
             behind[node] = reads[0]
         else:

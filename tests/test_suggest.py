@@ -12,7 +12,13 @@ from torch import nn
 import partir
 from examples.models.gpt import GPT, GPTConfig
 from partir.errors import PartirError
+from partir.hardware import load_hardware
+from partir.mesh import Mesh
+from partir.mesh_search import Search
+from partir.options import Options
+from partir.passes import pipeline
 from partir.passes.fold_layers import fold_layers
+from partir.passes.same_program import is_same_program
 from partir.passes.trace import trace
 from partir.suggest import factorisations
 from partir.suggestions import Suggestions
@@ -52,6 +58,61 @@ def test_sizes_that_nothing_divides_are_padded_as_the_plan_pads_them() -> None:
     found = partir.suggest_mesh(model, 4, args, kwargs, by="bytes", axes=("y", "z"), modes=("low",), sure=None)
     for one in found:
         assert one.bytes == partir.plan(model, one.mesh, args, kwargs).bytes()
+
+
+class Turns(nn.Module):
+    """One product a layer: its input lies along y and z in turns, so that two layers repeat, not one."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x).square().mean()
+
+
+@pytest.mark.parametrize("num_layers", [7, 8])
+def test_layers_laid_out_in_turns_are_folded_two_by_two(num_layers: int) -> None:
+    model, x = Turns(num_layers).to("meta"), torch.empty(64, 32, device="meta")
+    found = partir.suggest_mesh(model, 16, x, sure=None, axes=("x", "y", "z"), modes=("low",))
+    for one in found:
+        if one.mesh in ((2, 4, 2), (2, 2, 4)):
+            plan = partir.plan(model, one.mesh, x)
+            assert one.exact and one.bytes == plan.bytes()
+            assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["low", pytest.param("fast", marks=pytest.mark.slow)])
+def test_a_program_of_more_axes_stands_for_a_mesh_that_lacks_some(mode: str) -> None:
+    """Bytes, seconds and memory of meshes of one to three axes: those of a plan compiled for each, but for a constant made again."""
+    model, args, kwargs = gpt(num_layers=1)
+    found = partir.suggest_mesh(model, 4, args, kwargs, modes=(mode,), sure=None)
+    assert found.compiled < len(found) and all(one.exact for one in found)
+    for one in found:
+        plan = partir.plan(model, one.mesh, args, kwargs, memory=mode)
+        assert (one.mesh, one.bytes) == (one.mesh, plan.bytes())
+        assert one.memory == pytest.approx(plan.cost().peak_memory(), rel=0.01), one.mesh
+        assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=5e-3), one.mesh
+
+
+def test_a_program_in_which_an_op_runs_in_another_way_does_not_stand_for_a_mesh() -> None:
+    model, args, kwargs = gpt(num_layers=1)
+    options, profile = Options(), load_hardware("dgx-h100")
+    search = Search(model, args, kwargs, options, ("low",), profile)
+    search.run([Mesh.parse((2, 2, 2))])
+    (template,) = search.templates
+    assert template.mesh == Mesh.parse((2, 2, 2, 2))
+    for sizes, same in (((1, 2, 2), True), ((2, 2, 2), True), ((4, 4, 4), False), ((2, 2, 1), False), ((2, 1, 2), False)):
+        mesh = Mesh.parse(sizes)
+        laid_out = pipeline.lay_out(search.folded.traced, mesh, options, pipeline.factorise(search.folded.traced))
+        assert is_same_program(template.low, laid_out, mesh) == same, sizes
+        assert bool(template.other_forms(mesh.split_axes())) == (1 in sizes[1:])
+    turned = pipeline.lay_out(search.folded.traced, Mesh.parse((2, 1, 2)), options, pipeline.factorise(search.folded.traced))
+    assert not is_same_program(template.low, turned, Mesh.parse((1, 2, 2)))  # laid out for another mesh
 
 
 def test_the_order_is_that_of_what_is_asked_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Node
 
@@ -13,11 +15,11 @@ from partir.program import Program
 
 
 class ActualSizes:
-    """The number of elements of each value of a program on one rank."""
+    """The bytes of each value of a program on one rank."""
 
-    def numels(self, node: Node) -> tuple[Monomial, ...]:
-        """Return the number of elements of each result of a node."""
-        return tuple(Monomial.of(result.numel()) for result in tensors_of(node))
+    def bytes_of(self, node: Node) -> Sequence[Monomial]:
+        """Return those of each result of a node."""
+        return [Monomial.of(result.numel() * result.dtype.itemsize) for result in tensors_of(node)]
 
 
 def peak_bytes(program: Program) -> int:

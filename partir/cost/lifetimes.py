@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from partir.cost.messages import adds_up_rows, copies_of, is_same
 from partir.cost.monomial import Monomial, Values
 from partir.errors import module_path
-from partir.graph import is_collective, is_getitem, is_view, operands, tensors_of
+from partir.graph import is_collective, is_getitem, is_view, operands
 from partir.mesh import Mesh
 from partir.overlap import as_run
 from partir.program import Program
@@ -31,10 +31,10 @@ Storage = tuple[str, int]
 """A call's name, and which of its results."""
 
 
-class Numels(Protocol):
-    """The number of elements of each value on one rank, as `ProgramSizes` has them in symbols."""
+class Held(Protocol):
+    """The bytes of each value on one rank, as `ProgramSizes` has them in symbols."""
 
-    def numels(self, node: Node) -> tuple[Monomial, ...]:
+    def bytes_of(self, node: Node) -> Sequence[Monomial]:
         """Return that of each result of a node."""
         ...
 
@@ -61,7 +61,7 @@ class Block:
     count: int = 1
 
 
-def blocks_of(program: Program, sizes: Numels, counts: Mapping[str, int]) -> tuple[Block, ...]:
+def blocks_of(program: Program, sizes: Held, counts: Mapping[str, int]) -> tuple[Block, ...]:
     """Return every storage that a step makes, forward and backward; ``counts``: how many layers a layer stands for."""
     forward = _Stage(program.forward, "forward", program.mesh, sizes, counts)
     count = program.num_outputs
@@ -76,11 +76,13 @@ def blocks_of(program: Program, sizes: Numels, counts: Mapping[str, int]) -> tup
 class _Stage:
     """One graph as a rank runs it."""
 
-    def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: Numels, counts: Mapping[str, int]) -> None:
+    def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: Held, counts: Mapping[str, int]) -> None:
         self.module, self.stage, self.mesh, self.sizes, self.counts = module, stage, mesh, sizes, counts
         self.order = as_run(module, mesh)
         self.place = {turn: number for number, turn in enumerate(self.order)}
         self.end = len(self.order)
+        self._storages: dict[Node, Storage] = {}
+        self._other_names: dict[Node, bool] = {}
 
     def kept(self, kind: str, which: slice) -> dict[Storage, str]:
         """Return the storages behind some of the graph's results, and what they are for."""
@@ -95,11 +97,10 @@ class _Stage:
             made = turn.node
             if turn.kind == "wait" or is_getitem(made) or self._is_other_name(made):
                 continue
-            for place, (tensor, numel) in enumerate(zip(tensors_of(made), self.sizes.numels(made), strict=True)):
+            for place, held in enumerate(self.sizes.bytes_of(made)):
                 storage = (made.name, place)
                 last = self.end if storage in kept else dies.get(storage, number)
                 many = self.counts.get(layer_of(module_path(made.meta)), 1) if storage in kept else 1
-                held = numel * tensor.dtype.itemsize
                 found.append(Block(kept.get(storage, TEMPORARY), held, self.stage, number, last, made.name, many))
             found += self._copies(made, number)
         return found
@@ -117,30 +118,29 @@ class _Stage:
             return []
         wait = next((self.place[turn] for turn in self.order[start].users), start)
         sent, received = copies_of(node, self.mesh)
-        held = [one for read in operands(node) for one in self._bytes(read)] if sent else []
-        held += self._bytes(node) if received else []
-        held += [one for read in operands(node) for one in self._bytes(read)] if adds_up_rows(node) else []
+        held = [one for read in operands(node) for one in self.sizes.bytes_of(read)] if sent else []
+        held += self.sizes.bytes_of(node) if received else []
+        held += [one for read in operands(node) for one in self.sizes.bytes_of(read)] if adds_up_rows(node) else []
         return [Block(TEMPORARY, one, self.stage, start, wait, node.name) for one in held]
-
-    def _bytes(self, node: Node) -> list[Monomial]:
-        return [numel * tensor.dtype.itemsize for tensor, numel in zip(tensors_of(node), self.sizes.numels(node))]
 
     def _storage(self, node: Node) -> Storage:
         """Return the call, and which of its results, whose memory a node looks at."""
-        while True:
-            if is_getitem(node) and not self._is_other_name(_whole(node)):
-                return _whole(node).name, cast(int, node.args[1])
-            if not self._is_other_name(node):
-                return node.name, 0
-            if is_getitem(node) and is_collective(_whole(node)):  # of a bucket in groups of one
-                node = operands(_whole(node))[cast(int, node.args[1])]
-                continue
-            node = node.all_input_nodes[0]
+        if node not in self._storages:
+            self._storages[node] = self._find_storage(node)
+        return self._storages[node]
+
+    def _find_storage(self, node: Node) -> Storage:
+        whole = _whole(node) if is_getitem(node) else node
+        if not self._is_other_name(whole):
+            return whole.name, cast(int, node.args[1]) if whole is not node else 0
+        if whole is not node and is_collective(whole):  # of a bucket in groups of one
+            return self._storage(operands(whole)[cast(int, node.args[1])])
+        return self._storage(whole.all_input_nodes[0])
 
     def _is_other_name(self, node: Node) -> bool:
-        if is_getitem(node):
-            return self._is_other_name(_whole(node))
-        return is_same(node, self.mesh) if is_collective(node) else _is_view(node)
+        if node not in self._other_names:
+            self._other_names[node] = is_same(node, self.mesh) if is_collective(node) else _is_view(node)
+        return self._other_names[node]
 
 
 def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:

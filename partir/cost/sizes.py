@@ -47,6 +47,7 @@ class ProgramSizes:
         self.values = {**values, **{axis: mesh[axis] for axis in mesh.names}}
         self._lowered = {node.name: node for node in lowered.graph.nodes}
         self._numels: dict[Node, Numels] = {}
+        self._bytes: dict[Node, list[Monomial]] = {}
         self._by_name: dict[str, Numels] = {}
         for graph in graphs:
             self._name_known(graph)
@@ -61,6 +62,12 @@ class ProgramSizes:
         """Return the number of elements of each result of a node on one rank."""
         known = self._numels.get(node, (None,) * len(tensors_of(node)))
         return tuple(one or Monomial.of(value.numel()) for one, value in zip(known, tensors_of(node), strict=True))
+
+    def bytes_of(self, node: Node) -> Sequence[Monomial]:
+        """Return the bytes of each result of a node on one rank."""
+        if node not in self._bytes:
+            self._bytes[node] = [n * tensor.dtype.itemsize for n, tensor in zip(self.numels(node), tensors_of(node), strict=True)]
+        return self._bytes[node]
 
     def is_named(self, node: Node) -> bool:
         """Return whether the sizes of a node are understood rather than numbers."""
