@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from partir.cost.cost import Cost, cost_in_symbols, input_symbols, sizes_of
+from partir.cost.cost import Cost, cost_in_symbols, sizes_of
 from partir.cost.sizes import ProgramSizes
 from partir.cost.step_seconds import Fleet
+from partir.cost.symbols import input_symbols
 from partir.cost.template import Figures, Padded, Template, pad_symbols, parts_of
 from partir.errors import PartirError
 from partir.hardware import Hardware
@@ -201,9 +202,9 @@ class Search:
         keys, values, names = pad_symbols(low)
         programs, sizes, costs = dict[str, Program](), dict[str, ProgramSizes](), dict[str, Cost]()
         for mode, compiled in pipeline.derive_each(low, self.modes).items():
-            of_inputs, input_values = input_symbols(compiled, None)
-            known = {**input_values, **values}
-            programs[mode], sizes[mode] = compiled.program, sizes_of(compiled, {**of_inputs, **keys}, known)
+            inputs = input_symbols(compiled, None)
+            known = {**inputs.values, **values}
+            programs[mode], sizes[mode] = compiled.program, sizes_of(compiled, {**inputs.keys, **keys}, known)
             costs[mode] = cost_in_symbols(compiled, collectives_of(compiled.program), sizes[mode], known, self.folded.counts)
         parts = parts_of(low.graph, keys, mesh)
         return Template(low, self._padded(mesh), names, parts, programs, sizes, costs, self.folded)

@@ -38,7 +38,7 @@ from partir.passes.trace import flatten_inputs
 from partir.plan_document import PlanDocument
 from partir.plan_facts import call_digest, document_of, parameter_types
 from partir.program import Program
-from partir.records import Collective, collectives_of
+from partir.records import Collective, check_filter, collectives_of
 from partir.report import report
 from partir.signature import positional
 from partir.timing import StepTime, step_seconds
@@ -159,7 +159,12 @@ class Plan:
         return collectives_of(self.program)
 
     def bytes(self, stage: str | None = None, axis: str | None = None, op: str | None = None) -> int:
-        """Return the bytes that one rank receives in one step, in all collectives that match."""
+        """Return the bytes that one rank receives in one step, in all collectives that match.
+
+        Raises:
+            PartirError: no such stage, axis or op.
+        """
+        check_filter(stage, axis, op)
         wanted = [(name, value) for name, value in (("stage", stage), ("axis", axis), ("op", op)) if value is not None]
         return sum(c.bytes for c in self.collectives if all(getattr(c, name) == value for name, value in wanted))
 

@@ -10,10 +10,11 @@ from typing import Any, Literal, cast
 from torch.fx import GraphModule, Node
 
 from partir.collectives import received_bytes, split_axes
-from partir.errors import source_line
+from partir.collectives.vocabulary import SCHEMAS
+from partir.errors import PartirError, source_line
 from partir.graph import collective_name, is_collective, operands, tensor_of
 from partir.layout import dtype_name
-from partir.mesh import Mesh
+from partir.mesh import AXES, Mesh
 from partir.program import Program
 
 Stage = Literal["forward", "backward"]
@@ -49,6 +50,19 @@ class Collective:
     def layer(self) -> str:
         """The list item that it serves, ``blocks.0``, or ``""``."""
         return layer_of(self.source.rpartition("(")[2].rstrip(")") if self.source.endswith(")") else "")
+
+
+def check_filter(stage: str | None = None, axis: str | None = None, op: str | None = None) -> None:
+    """Refuse words that no collective can have, for which a sum would be 0.
+
+    Raises:
+        PartirError: naming the word, and what there is.
+    """
+    known = {"stage": (stage, ("forward", "backward")), "axis": (axis, AXES), "op": (op, tuple(SCHEMAS))}
+    for name, (word, legal) in known.items():
+        words = split_axes(word) if word and name == "axis" else (word,)
+        if word is not None and not set(words) <= set(legal):
+            raise PartirError(f"{name}={word!r}: there is no such {name}; choose from {', '.join(legal)}.")
 
 
 def layer_of(path: str) -> str:

@@ -13,7 +13,7 @@ every mesh and batch on which the compiler lays things out in the same way: that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,11 +25,12 @@ from partir.cost.lifetimes import GRADIENTS, OUTPUTS, SAVED, TEMPORARY, Block, b
 from partir.cost.monomial import Monomial, symbol
 from partir.cost.received import Received, total
 from partir.cost.sizes import ProgramSizes
+from partir.cost.symbols import input_symbols
 from partir.cost.work import Work, work_of
 from partir.errors import PartirError
 from partir.graph import collective_name, is_collective, operands, tensor_of
 from partir.program import Program
-from partir.records import layer_of
+from partir.records import check_filter, layer_of
 
 if TYPE_CHECKING:
     from partir.passes.pipeline import Compiled
@@ -50,6 +51,7 @@ class Cost:
         work: one for each node that computes.
         blocks: the storages that a step makes.
         parameters: bytes of each parameter and buffer at rest (times the layers that it stands for), and whether it is trained.
+        left_out: a letter that is no symbol -> why.
     """
 
     values: Mapping[str, int]
@@ -57,6 +59,7 @@ class Cost:
     work: tuple[Work, ...]
     blocks: tuple[Block, ...]
     parameters: tuple[tuple[Monomial, bool], ...]
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def bytes(self, stage: str | None = None, axis: str | None = None, op: str | None = None, layer: str | None = None) -> sympy.Expr:
         """Return the bytes that one rank receives in one step, in all collectives that match.
@@ -66,12 +69,17 @@ class Cost:
             axis: ``"y"``, or ``"z.x"`` for a group over both.
             op: "all_gather", ...
             layer: a list item's path, ``"blocks.0"``.
+
+        Raises:
+            PartirError: no such stage, axis or op.
         """
+        check_filter(stage, axis, op)
         wanted = [(k, v) for k, v in (("stage", stage), ("axis", axis), ("op", op), ("layer", layer)) if v is not None]
         return total(one for one in self.received if all(getattr(one.record, name) == value for name, value in wanted))
 
     def flops(self, stage: str | None = None) -> sympy.Expr:
         """Return the floating-point operations of one rank in one step; a multiplication and an addition are two."""
+        check_filter(stage)
         return _sum(one.flops * one.count for one in self.work if stage in (None, one.stage))
 
     @cached_property
@@ -99,6 +107,7 @@ class Cost:
         Args:
             sizes: numbers, or arrays of one length, for as many results; what is not given is the plan's own.
         """
+        self._check("peak_memory", sizes or {})
         at = {**self.values, **(sizes or {})}
         held: Any = sum((h.value(at) for h, _ in self.parameters), 0)
         trained: Any = sum((h.value(at) for h, t in self.parameters if t), 0)
@@ -112,15 +121,23 @@ class Cost:
         """Return an expression's value for these sizes of symbols; what is not given is the plan's own.
 
         Raises:
-            PartirError: a size of something that is no symbol here.
+            PartirError: a size of something that is no symbol here, or none.
         """
-        unknown = sorted(set(sizes) - set(self.values))
-        if unknown:
-            known = ", ".join(f"{name}={value}" for name, value in self.values.items())
-            raise PartirError(f"cost.value({', '.join(unknown)}=...): no such symbol; this plan's are {known}.")
+        self._check("value", sizes)
         at = [(symbol(name), value) for name, value in {**self.values, **sizes}.items()]
         number: Any = cast(Any, expression).subs(at)
         return int(number) if number.is_Integer else float(number)  # pyright: ignore[reportReturnType]
+
+    def _check(self, name: str, sizes: Mapping[str, Any]) -> None:
+        for letter, size in sizes.items():
+            if letter in self.left_out:
+                raise PartirError(f"cost.{name}({letter}=...): {letter} is no symbol of this plan: {self.left_out[letter]}.")
+            if letter not in self.values:
+                known = ", ".join(f"{name}={value}" for name, value in self.values.items())
+                raise PartirError(f"cost.{name}({letter}=...): no such symbol; this plan's are {known}.")
+            least: Any = size if hasattr(size, "shape") else [size]
+            if any(isinstance(one, (bool, str)) or not one >= 1 for one in least):
+                raise PartirError(f"cost.{name}({letter}={size!r}): a size is a number, 1 or more.")
 
     def __str__(self) -> str:
         from partir.cost.text import cost_text
@@ -146,8 +163,9 @@ def cost_of(
     Raises:
         PartirError: no such input or dim.
     """
-    keys, values = input_symbols(compiled, symbols)
-    return cost_in_symbols(compiled, collectives, sizes_of(compiled, keys, values), values, counts or {})
+    found = input_symbols(compiled, symbols)
+    cost = cost_in_symbols(compiled, collectives, sizes_of(compiled, found.keys, found.values), found.values, counts or {})
+    return replace(cost, left_out=found.left_out)
 
 
 def sizes_of(compiled: Compiled, keys: Mapping[int, str], values: Mapping[str, int]) -> ProgramSizes:
@@ -177,24 +195,6 @@ def cost_in_symbols(
     received = tuple(_received(program, collectives, sizes, counts))
     work, blocks = work_of(compiled, sizes, counts), blocks_of(program, sizes, counts)
     return Cost({**axes, **values}, received, work, blocks, _parameters(compiled, sizes, counts))
-
-
-def input_symbols(compiled: Compiled, symbols: Mapping[str, tuple[str, int]] | None) -> tuple[dict[int, str], dict[str, int]]:
-    """Return sub-dim key -> symbol, and symbol -> size, of dims of inputs; see `cost_of`."""
-    nodes = list(compiled.annotated.graph.find_nodes(op="placeholder"))
-    inputs = {slot.name: node for node, slot in zip(nodes, compiled.program.inputs) if slot.kind == "input"}
-    first = next((name for name, node in inputs.items() if node.meta["val"].dim()), None)
-    if symbols is None and first is not None:
-        symbols = {letter: (first, dim) for dim, letter in zip(range(inputs[first].meta["val"].dim()), "BS")}
-    keys, values = dict[int, str](), dict[str, int]()
-    for letter, (name, dim) in (symbols or {}).items():
-        if name not in inputs or dim >= inputs[name].meta["val"].dim():
-            known = ", ".join(f"{n} {list(node.meta['val'].shape)}" for n, node in inputs.items())
-            raise PartirError(f"symbol {letter}: there is no dim {dim} of an input {name!r}; inputs are {known}.")
-        subdims = inputs[name].meta["subdims"][0][dim]
-        if len(subdims) == 1:
-            keys[subdims[0].key], values[letter] = letter, subdims[0].size
-    return keys, values
 
 
 def _received(

@@ -49,8 +49,8 @@ class ProgramSizes:
         self._numels: dict[Node, Numels] = {}
         self._bytes: dict[Node, list[Monomial]] = {}
         self._by_name: dict[str, Numels] = {}
-        for graph in graphs:
-            self._name_known(graph)
+        for number, graph in enumerate(graphs):
+            self._name_known(graph, self._gradients(graph) if number else {})
             for _ in range(2):  # back first: what a collective reads is certain, what an op passes on is read off its shapes
                 self._pass_back(reversed(graph.graph.nodes))
                 self._pass_on(graph.graph.nodes)
@@ -77,17 +77,23 @@ class ProgramSizes:
         """Return the number of elements of one block of a layout."""
         return block_numel(layout, sizes, self.symbols, self.mesh)
 
-    def _name_known(self, graph: GraphModule) -> None:
+    def _gradients(self, backward: GraphModule) -> dict[Node, Node]:
+        """Return the input whose gradient each result of the backward is."""
+        inputs = [node for node in self._lowered.values() if node.op == "placeholder"]
+        pairs = zip(cast("tuple[Any, ...]", backward.graph.output_node().args[0]), inputs, strict=True)
+        return {gradient: node for gradient, node in pairs if isinstance(gradient, Node)}
+
+    def _name_known(self, graph: GraphModule, gradients: Mapping[Node, Node]) -> None:
+        """Name what has a layout and whose dims are known; of anything else the neighbours say what its sizes are."""
         for node in graph.graph.nodes:
             layout = node.meta.get("layout")
-            if layout is None:
-                self._set(node, self._by_name.get(node.name, ()))
-                continue
-            layouts = (layout,) if isinstance(layout, Layout) else cast("tuple[Layout, ...]", layout)
-            source = self._lowered.get(node.name) or self._lowered.get(node.name.removeprefix("d_"))
+            source = gradients.get(node) or self._lowered.get(node.name) or self._lowered.get(node.name.removeprefix("d_"))
             subdims: Sequence[Sizes] = source.meta.get("subdims", ()) if source is not None else ()
-            fits = len(subdims) == len(layouts)
-            self._set(node, tuple(self.numel(one, subdims[i] if fits else None) for i, one in enumerate(layouts)))
+            layouts = () if layout is None else (layout,) if isinstance(layout, Layout) else cast("tuple[Layout, ...]", layout)
+            if layouts and len(subdims) == len(layouts):
+                self._set(node, tuple(self.numel(one, subdims[i]) for i, one in enumerate(layouts)))
+            else:
+                self._set(node, self._by_name.get(node.name, ()))
 
     def _set(self, node: Node, numels: Numels) -> bool:
         """Note sizes that agree with the program's own; return whether something new is known."""

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def cost_text(cost: Cost) -> str:
     """Return the text of a cost."""
     sizes = ", ".join(f"{name}={value}" for name, value in cost.values.items())
-    return "\n\n".join([f"one rank, one step, with {sizes}", _received(cost), _flops(cost), _memory(cost)]) + "\n"
+    numbers = [f"{letter} is a number here: {why}" for letter, why in cost.left_out.items()]
+    head = "\n".join([f"one rank, one step, with {sizes}", *numbers])
+    return "\n\n".join([head, _received(cost), _flops(cost), _memory(cost)]) + "\n"
 
 
 def _received(cost: Cost) -> str:
