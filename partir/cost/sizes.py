@@ -55,6 +55,7 @@ class ProgramSizes:
                 self._pass_back(reversed(graph.graph.nodes))
                 self._pass_on(graph.graph.nodes)
             self._name_by_origin(graph)
+            self._name_by_layout(graph)
             self._pass_on(graph.graph.nodes)
             self._pass_back(reversed(graph.graph.nodes))
 
@@ -94,6 +95,15 @@ class ProgramSizes:
                 self._set(node, tuple(self.numel(one, subdims[i]) for i, one in enumerate(layouts)))
             else:
                 self._set(node, self._by_name.get(node.name, ()))
+
+    def _name_by_layout(self, graph: GraphModule) -> None:
+        """Name what is left and has a layout: its sizes are the program's, over the axes that split them."""
+        for node in graph.graph.nodes:
+            layout = node.meta.get("layout")
+            if layout is not None:
+                layouts = (layout,) if isinstance(layout, Layout) else cast("tuple[Layout, ...]", layout)
+                known = self._numels.pop(node, (None,) * len(layouts))
+                self._set(node, tuple(one or self.numel(layout, None) for one, layout in zip(known, layouts, strict=True)))
 
     def _set(self, node: Node, numels: Numels) -> bool:
         """Note sizes that agree with the program's own; return whether something new is known."""
@@ -152,6 +162,7 @@ class ProgramSizes:
     def _pass_back(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if node.op == "call_function" and is_collective(node) and collective_name(node).endswith("_bucket"):
+                self._items(node)
                 self._bucket(node)
                 continue
             if node.op != "call_function" or self._known(node) is None:
@@ -162,6 +173,14 @@ class ProgramSizes:
                 for read in node.all_input_nodes:
                     if _numel(node) > 1 and len(tensors_of(read)) == 1 and _is_like(node, tensors_of(read)[0], tensors_of(node)[0]):
                         self._set(read, (self._known(node),))
+
+    def _items(self, node: Node) -> None:
+        """Each result of a bucket is as large as what reads it."""
+        found = list(self._numels.pop(node, (None,) * len(tensors_of(node))))
+        for user in node.users:
+            if is_getitem(user):
+                found[cast(int, user.args[1])] = found[cast(int, user.args[1])] or self._known(user)
+        self._set(node, tuple(found))
 
     def _bucket(self, node: Node) -> None:
         axes = split_axes(str(_argument(node, "axis")))

@@ -116,7 +116,7 @@ class Template:
         axes = meshes[0].split_axes()
         run, other = self.run(memory, axes), self.other_forms(axes)
         known = run.cost.values
-        at = {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in {**known, **sizes[0]}}
+        at = {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in known}
         received = sum((one.value(at) * one.count for one in run.cost.received), np.zeros(len(sizes)))
         played = partial(step_seconds, run.cost, run.steps, self.folded.spans, meshes, at, fleet)
         seconds = played()
