@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from partir.block_places import blocks_text
 from partir.collectives import cotangent
 from partir.folding import columns
+from partir.plan_edits import edits_caution
 from partir.summary import fraction
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _title(document: PlanDocument, tensor: PlannedTensor, name: str) -> list[str
         *_origin(tensor),
         f"why: {_why(tensor)}",
     ]
-    return [*lines, *(f"note: {note}" for note in tensor.notes)]
+    return [*lines, *(f"note: {note}" for note in tensor.notes), *edits_caution(document, "the plan was ")]
 
 
 def _origin(tensor: PlannedTensor) -> list[str]:

@@ -17,15 +17,16 @@ from torch import nn
 
 from partir.dims import Dim
 from partir.errors import LayoutError, MeshError, PlanError
-from partir.layout import Layout
+from partir.layout import DTYPES, Layout, dtype_name
 from partir.mesh import AXES, Mesh
 from partir.module import ParallelModule, parallelized
 from partir.options import Options
 from partir.passes import pipeline
 from partir.passes.trace import Traced, flatten_inputs, trace
 from partir.plan_document import CHOSEN_KINDS, PlanDocument, PlannedTensor, as_document, settings_of
+from partir.plan_edits import counted_dtype
 from partir.plan_facts import call_digest, graph_digests, layouts_at_rest, parameter_types
-from partir.printer import graph_text
+from partir.printer import graph_text, op_text
 
 Compile = Callable[..., pipeline.Compiled]
 SETTINGS = ("memory", "vectors", "outputs", "rng", "compute_dtype", "reduce_dtype")
@@ -48,6 +49,7 @@ def requested(model: nn.Module, mesh: Any, plan: object, options: Options) -> tu
             raise MeshError('mesh None is not understood: give (x, y, z), (data, x, y, z), "auto", or plan=, which has a mesh.')
         return Mesh.parse(mesh), options, pipeline.compile_program
     document = as_document(plan)
+    _check_rules(document, options)
     if mesh is not None and any(Mesh.parse(mesh)[axis] != document.mesh[axis] for axis in AXES):
         raise MeshError(f"mesh={Mesh.parse(mesh)} is given with a plan on mesh {document.mesh}. Leave mesh out, or plan for that mesh.")
     check_model(document, model)
@@ -62,6 +64,21 @@ def _options(document: PlanDocument, given: Options) -> Options:
             raise PlanError(f"{message}. Leave it out, or edit the plan's options.")
     pins = {**settings.pin, **_pins(document, document.edits), **given.pin}
     return replace(given, pin=pins, **{name: getattr(settings, name) for name in SETTINGS})
+
+
+def _check_rules(document: PlanDocument, given: Options) -> None:
+    """Check that the rule files are those that the plan was made with: a document does not hold their text."""
+    planned, found = document.settings.rules, tuple(source.identity for source in given.rules)
+    if [text for _, text in planned] == [text for _, text in found]:
+        return
+    where, names = document.file or "the plan", [name for name, _ in planned]
+    if not planned:
+        given_names = [name for name, _ in found]
+        raise PlanError(f"{where}: rules={given_names} is given with a plan made without rules. Leave it out, or plan again.")
+    changed = [name for name, text in found if name in names and (name, text) not in planned]
+    got = f"the text of {', '.join(changed)} has changed since" if changed else f"given are {[name for name, _ in found] or 'none'}"
+    what = f"{where}: the plan was made with the rule files {document.settings.rules_text} (name, SHA-256 of the text); {got}"
+    raise PlanError(f"{what}. Pass the same, rules={names}, or plan again with other rules.")
 
 
 def _pins(document: PlanDocument, tensors: Iterable[PlannedTensor]) -> dict[str, str]:
@@ -112,6 +129,16 @@ def _some(items: list[str]) -> str:
     return ", ".join(items[:3]) + (f", and {len(items) - 3} more" if len(items) > 3 else "")
 
 
+def _calls(traced: Traced) -> list[tuple[str, str]]:
+    """Return name and op of each call but casts."""
+    calls = [(node.name, op_text(node)) for node in traced.graph_module.graph.nodes if node.op == "call_function"]
+    return [call for call in calls if not _is_cast(call[1])]
+
+
+def _is_cast(op: str) -> bool:
+    return op.split(".")[:2] in (["aten", "to"], ["aten", "_to_copy"])
+
+
 @dataclass(frozen=True)
 class FollowedPlan:
     """A compiler that follows a document; called as `pipeline.compile_program`."""
@@ -137,7 +164,8 @@ class FollowedPlan:
         start = time.perf_counter()
         traced = trace(model, args, kwargs, options.compute_dtype)
         timings = {"trace": time.perf_counter() - start}
-        graph, ops = graph_digests(traced.graph_module, graph_text(traced.graph_module))
+        planned = self._as_planned(model, args, kwargs, traced, options)
+        graph, ops = graph_digests(planned.graph_module, graph_text(planned.graph_module))
         same, fixed = graph == self.document.origin.graph, dict(parameter_layouts or {})
         if not same:
             self._refuse_other_graph(model, args, kwargs)
@@ -149,6 +177,26 @@ class FollowedPlan:
             return compiled
         options = replace(options, pin={**options.pin, **_pins(self.document, missed)})
         return self._compile(traced, mesh, options, fixed, input_layouts or {}, timings, same)
+
+    def _as_planned(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Traced, options: Options) -> Traced:
+        """Return a trace in the dtype for which the plan was made, which its digests are of, however the dtype was edited.
+
+        Raises:
+            PlanError: an edited value that has no counterpart in the other dtype's graph.
+        """
+        made_for = counted_dtype(self.document.counted)
+        if made_for == (dtype_name(options.compute_dtype) if options.compute_dtype else None):
+            return traced
+        planned = trace(model, args, kwargs, DTYPES[made_for] if made_for else None)
+        self._check_values(planned, traced)
+        return planned
+
+    def _check_values(self, planned: Traced, traced: Traced) -> None:
+        values = [tensor for tensor in self.document.edits if tensor.kind == "value"]
+        if values and (_calls(planned) != _calls(traced) or any(_is_cast(tensor.op) for tensor in values)):
+            edited = f"compute_dtype and the layout of the value {values[0].name!r} are both edited"
+            message = f"{edited}, but in another dtype the graph has other values. Edit the dtype, plan again and save, then edit layouts"
+            raise PlanError(f"{_place(values[0], self.document)}: {message}.")
 
     def _compile(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partir.folding import alike, columns, generic, layers_text
+from partir.plan_edits import edits_caution
 
 if TYPE_CHECKING:
     from partir.plan_document import PlanDocument, PlannedTensor
@@ -42,6 +43,7 @@ class PlanDifference:
         moves: bytes that one rank receives by (stage, collective, axis), in each plan, where they differ.
         memory: bytes of parameters held and saved for the backward, in each plan, where they differ.
         only_first, only_second: names of tensors that only one plan has.
+        cautions: what was edited in a document since it was made, so that its bytes are old.
     """
 
     settings: dict[str, tuple[str, str]]
@@ -50,14 +52,15 @@ class PlanDifference:
     memory: dict[str, tuple[int, int]]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
+    cautions: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any((self.settings, self.layouts, self.moves, self.memory, self.only_first, self.only_second))
 
     def __str__(self) -> str:
         if not self:
-            return "the plans are equal\n"
-        parts = [self._settings(), self._layouts(), self._moves(), self._memory()]
+            return "\n".join(["the plans are equal", *self.cautions]) + "\n"
+        parts = [list(self.cautions), self._settings(), self._layouts(), self._moves(), self._memory()]
         parts += [self._only("first", self.only_first), self._only("second", self.only_second)]
         return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
@@ -97,6 +100,7 @@ def difference(first: PlanDocument, second: PlanDocument) -> PlanDifference:
         memory=dict(_memory(first, second)),
         only_first=tuple(name for kind, name in mine if (kind, name) not in others),
         only_second=tuple(name for kind, name in others if (kind, name) not in mine),
+        cautions=(*edits_caution(first, "the first plan was "), *edits_caution(second, "the second plan was ")),
     )
 
 
@@ -104,6 +108,7 @@ def _settings(first: PlanDocument, second: PlanDocument) -> Iterator[tuple[str, 
     pairs = {"model": (first.origin.model, second.origin.model), "mesh": (str(first.mesh), str(second.mesh))}
     for name in ("memory", "vectors", "outputs", "rng", "compute_dtype", "reduce_dtype", "pin"):
         pairs[name] = (str(getattr(first.settings, name)), str(getattr(second.settings, name)))
+    pairs["rules"] = (first.settings.rules_text or "None", second.settings.rules_text or "None")
     yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 
 

@@ -142,7 +142,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for: the mesh and the options that decide what is compiled; see `parallelize`."""
+    """What was asked for: the mesh and the options that decide what is compiled; see `parallelize`.
+
+    Args:
+        rules: name and digest of each rule file.
+    """
 
     mesh: Mesh
     memory: str
@@ -152,6 +156,7 @@ class Settings:
     pin: Mapping[str, str]
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    rules: tuple[tuple[str, str], ...] = ()
 
     @property
     def precision(self) -> dict[str, str]:
@@ -159,16 +164,23 @@ class Settings:
         asked = {"compute_dtype": self.compute_dtype, "reduce_dtype": self.reduce_dtype}
         return {name: dtype_name(dtype) for name, dtype in asked.items() if dtype is not None}
 
+    @property
+    def rules_text(self) -> str:
+        """Rule files as text, ``softmax.rules 8f0c31aa94e7b210``."""
+        return ", ".join(f"{name} {text}" for name, text in self.rules)
+
     def __str__(self) -> str:
         options = f"memory={self.memory}  vectors={self.vectors}  outputs={self.outputs}  rng={self.rng}"
-        more = "".join(f"  {name}={text}" for name, text in self.precision.items())
+        asked = self.precision | {"rules": self.rules_text} if self.rules else self.precision
+        more = "".join(f"  {name}={text}" for name, text in asked.items())
         return f"mesh {self.mesh}  {options}{more}" + (f"  pin={dict(self.pin)}" if self.pin else "")
 
 
 def settings_of(mesh: Mesh, options: Options) -> Settings:
     """Return what was asked for, of a mesh and the options of a compilation."""
     names = ("memory", "vectors", "outputs", "rng", "pin", "compute_dtype", "reduce_dtype")
-    return Settings(mesh, **{name: getattr(options, name) for name in names})
+    rules = tuple(source.identity for source in options.rules)
+    return Settings(mesh, **{name: getattr(options, name) for name in names}, rules=rules)
 
 
 @dataclass(frozen=True)

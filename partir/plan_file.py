@@ -11,16 +11,18 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 
+from partir.collectives.vocabulary import SCHEMAS
 from partir.errors import LayoutError, MeshError, PartirError, PlanError
 from partir.json_places import Entry, read_json
 from partir.layout import Layout, dtype_name
 from partir.mesh import AXES, Mesh
 from partir.options import LEGAL
 from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, Settings
+from partir.plan_edits import Fit, counted_mesh
 from partir.precision import DTYPES as PRECISIONS
 from partir.quantities import parse_bytes
 
@@ -43,6 +45,8 @@ def write(document: PlanDocument, path: Path) -> None:
     Raises:
         PlanError: the path cannot be written.
     """
+    if not path.name:
+        raise PlanError(f"{str(path)!r} names no file: the plan cannot be written. Give a path, plan.json.")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text_of(document), encoding="ascii")
@@ -66,11 +70,17 @@ def _parts(document: PlanDocument) -> Iterator[tuple[str, str]]:
     model = {"class": origin.model, "torch": origin.torch, "call": origin.call, "graph": origin.graph, "ops": origin.ops}
     yield "model", _object(model, {"tied": origin.tied, "parameters": origin.parameters})
     yield "mesh", _json(dict(zip(document.mesh.names, document.mesh.sizes)))
-    yield "options", _object({name: getattr(settings, name) for name in OPTIONS} | settings.precision, {"pin": settings.pin})
+    yield "options", _object(_options(settings), {"pin": settings.pin})
     yield "totals", _object(_totals(document), {})
     yield "notes", _rows(document.notes)
     yield "tensors", _rows(_tensor_row(tensor) for tensor in document.tensors)
     yield "collectives", _rows(_collective_row(collective) for collective in document.collectives)
+
+
+def _options(settings: Settings) -> dict[str, object]:
+    found: dict[str, object] = {name: getattr(settings, name) for name in OPTIONS}
+    found |= settings.precision
+    return found | ({"rules": settings.rules} if settings.rules else {})
 
 
 def _totals(document: PlanDocument) -> dict[str, object]:
@@ -128,11 +138,11 @@ def read(path: Path) -> PlanDocument:
     if parts["version"].value != VERSION:
         parts["version"].fail(f"is {_json(parts['version'].value)}; this partir reads version {VERSION}. Save the plan again.")
     parts = whole.object([name for name in PARTS if name != "edit"], ("edit",))
-    settings = _settings(parts["mesh"], parts["options"])
-    tensors = tuple(_tensor(entry, settings.mesh) for entry in parts["tensors"].list())
+    settings, totals = _settings(parts["mesh"], parts["options"]), parts["totals"].object(TOTALS, ())
+    fit = Fit(settings.mesh, parts["mesh"], counted_mesh(totals["counted_for"].text()))
+    tensors = tuple(_tensor(entry, fit) for entry in parts["tensors"].list())
     _refuse_repeats(tensors)
-    totals = parts["totals"].object(TOTALS, ())
-    collectives = tuple(_collective(entry, settings.mesh) for entry in parts["collectives"].list())
+    collectives = tuple(_collective(entry, fit) for entry in parts["collectives"].list())
     notes = tuple(entry.text() for entry in parts["notes"].list())
     origin, counted, saved = _origin(parts["model"]), totals["counted_for"].text(), totals["saved"].integer()
     document = PlanDocument(origin, settings, tensors, collectives, saved, notes, counted, str(path))
@@ -141,6 +151,8 @@ def read(path: Path) -> PlanDocument:
 
 
 def _check_totals(document: PlanDocument, totals: Mapping[str, Entry]) -> None:
+    for name in ("parameters", "held"):
+        totals[name].integer()
     for stage in ("forward", "backward"):
         if totals[stage].integer() != document.bytes(stage):
             totals[stage].fail(f"is {totals[stage].value}; the {stage}'s collectives add up to {document.bytes(stage)}.")
@@ -155,7 +167,7 @@ def _origin(entry: Entry) -> Origin:
 
 def _settings(mesh: Entry, options: Entry) -> Settings:
     sizes = {name: entry.integer(least=1) for name, entry in mesh.object((), AXES).items()}
-    items = options.object((*OPTIONS, "pin"), PRECISION)
+    items = options.object((*OPTIONS, "pin"), (*PRECISION, "rules"))
     for name in OPTIONS:
         if items[name].text() not in LEGAL[name] and not (name == "memory" and _is_budget(items[name].text())):
             more = ', or a number of bytes, "40GB"' if name == "memory" else ""
@@ -163,7 +175,8 @@ def _settings(mesh: Entry, options: Entry) -> Settings:
     pin = {pattern: entry.text() for pattern, entry in items["pin"].object().items()}
     memory, vectors, outputs, rng = (items[name].text() for name in OPTIONS)
     precision = {name: _dtype(items[name]) for name in PRECISION if name in items}
-    return Settings(_meant(mesh, Mesh.parse, sizes), memory, vectors, outputs, rng, pin, **precision)
+    rules = tuple(_pair(pair, "a rule file's name and digest") for pair in items["rules"].list()) if "rules" in items else ()
+    return Settings(_meant(mesh, Mesh.parse, sizes), memory, vectors, outputs, rng, pin, **precision, rules=rules)
 
 
 def _dtype(entry: Entry) -> torch.dtype:
@@ -180,33 +193,46 @@ def _is_budget(text: str) -> bool:
         return False
 
 
-def _tensor(entry: Entry, mesh: Mesh) -> PlannedTensor:
+def _tensor(entry: Entry, fit: Fit) -> PlannedTensor:
     items = entry.object(*TENSOR)
     kind = items["kind"].text()
     if kind not in get_args(Kind):
         items["kind"].fail(f"is {_json(kind)}; choose from {', '.join(map(_json, get_args(Kind)))}.")
     shape = tuple(size.integer() for size in items["shape"].list())
-    layout = _layout(items["layout"], None if kind == "output" else shape, items["dtype"].text(), mesh)
+    layout = _layout(items["layout"], None if kind == "output" else shape, items["dtype"].text())
     chosen = _meant(items["chosen"], Layout.parse, items["chosen"].text()) if "chosen" in items else None
+    _check_fit(items["layout"], layout, fit, touched=layout != chosen)
     if chosen is not None:
         _check_edit(items["layout"], layout, chosen, kind)
     words = {name: items[name].text() for name in TENSOR[1] if name in items and name not in ("chosen", "read", "notes")}
-    read = tuple(_pair(reader) for reader in items["read"].list()) if "read" in items else ()
+    read = tuple(_pair(reader, "a reader and a layout") for reader in items["read"].list()) if "read" in items else ()
     notes = tuple(note.text() for note in items["notes"].list()) if "notes" in items else ()
+    for name in ("direction", "state"):
+        if words.get(name, AXES[0]) not in AXES:
+            items[name].fail(f"is {_json(words[name])}; choose from {', '.join(map(_json, AXES))}, or leave it out.")
     kind = cast(Kind, kind)
     return PlannedTensor(items["name"].text(), kind, shape, layout, chosen, **words, read=read, notes=notes, place=items["layout"])
 
 
-def _pair(entry: Entry) -> tuple[str, str]:
+def _pair(entry: Entry, what: str) -> tuple[str, str]:
     items = [item.text() for item in entry.list()]
-    return (items[0], items[1]) if len(items) == 2 else entry.fail("is no pair of a reader and a layout.")
+    return (items[0], items[1]) if len(items) == 2 else entry.fail(f"is no pair of {what}.")
 
 
-def _layout(entry: Entry, shape: tuple[int, ...] | None, dtype: str, mesh: Mesh) -> Layout:
+def _check_fit(entry: Entry, layout: Layout, fit: Fit, touched: bool) -> None:
+    try:
+        layout.local_shape(fit.mesh)
+    except LayoutError as error:
+        message = str(error)
+    else:
+        return
+    fit.refuse(entry, message, touched)
+
+
+def _layout(entry: Entry, shape: tuple[int, ...] | None, dtype: str) -> Layout:
     layout = _meant(entry, lambda text: Layout.parse(text, shape, dtype), entry.text())
     if layout.dtype != dtype:
         entry.fail(f"has dtype {layout.dtype}, the tensor's is {dtype}; a layout does not convert.")
-    _meant(entry, layout.local_shape, mesh)
     return layout
 
 
@@ -225,21 +251,19 @@ def _meant(entry: Entry, parse: Callable[[Any], Value], given: object) -> Value:
         return parse(given)
     except (LayoutError, MeshError) as error:
         message = str(error)
-    _refuse(entry, message)
+    return entry.fail(f"is {_json(entry.value)}: {message}")
 
 
-def _refuse(entry: Entry, message: str) -> NoReturn:
-    entry.fail(f"is {_json(entry.value)}: {message}")
-
-
-def _collective(entry: Entry, mesh: Mesh) -> PlannedCollective:
+def _collective(entry: Entry, fit: Fit) -> PlannedCollective:
     items = entry.object(*COLLECTIVE)
     words = {name: items[name].text() if name in items else "" for name in ("stage", "op", "axis", "reason", "line", "module")}
     if words["stage"] not in ("forward", "backward"):
         items["stage"].fail(f'is {_json(words["stage"])}; choose from "forward", "backward".')
-    unknown = [axis for axis in words["axis"].split(".") if axis not in mesh.names]
+    if words["op"] not in SCHEMAS:
+        items["op"].fail(f"is {_json(words['op'])}; choose from {', '.join(map(_json, SCHEMAS))}.")
+    unknown = [axis for axis in words["axis"].split(".") if axis not in fit.mesh.names]
     if unknown:
-        items["axis"].fail(f"is {_json(words['axis'])}; the mesh's axes are {', '.join(mesh.names)}.")
+        fit.refuse(items["axis"], f"the mesh's axes are {', '.join(fit.mesh.names)}.")
     tensors = tuple(name.text() for name in items["tensors"].list()) if "tensors" in items else ()
     return PlannedCollective(**words, bytes=items["bytes"].integer(), tensors=tensors)
 

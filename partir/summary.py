@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from partir.folding import alike, columns, generic, layers_text, shortened
+from partir.plan_edits import edits_caution
 
 if TYPE_CHECKING:
     from partir.plan_document import PlanDocument, PlannedCollective, PlannedTensor
@@ -35,15 +36,12 @@ def _title(document: PlanDocument) -> list[str]:
         f"memory={settings.memory}  vectors={settings.vectors}  outputs={settings.outputs}"
         + (f"  rng={settings.rng}" if settings.rng != "exact" else "")
         + "".join(f"  {name}={text}" for name, text in settings.precision.items())
+        + (f"  rules={', '.join(name for name, _ in settings.rules)}" if settings.rules else "")
         + (f"  pins: {len(settings.pin)}" if settings.pin else ""),
         f"parameters: {whole:,} bytes in {len(parameters)} tensors, {held:,} on each rank ({fraction(held, whole)})",
         f"saved for the backward: {document.saved:,} bytes on each rank, besides inputs and parameters",
     ]
-    edits = [edit.name for edit in document.edits]
-    if edits or str(settings) != document.counted:
-        changed = f"layouts of {', '.join(edits[:3])}{' and more' if len(edits) > 3 else ''}" if edits else "mesh or options"
-        lines.append(shortened(f"edited since it was made: {changed}; bytes below are as before: plan again to count", WIDTH))
-    return lines
+    return [*lines, *(shortened(line, WIDTH) for line in edits_caution(document))]
 
 
 def fraction(part: int, whole: int) -> str:

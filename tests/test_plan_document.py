@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import partir
-from partir import block_places, folding
+from partir import block_places, folding, plan_edits
 from partir.errors import LayoutError, MeshError, PartirError, PlanError
 from partir.layout import Layout
 from partir.plans import STAGES
@@ -227,6 +227,10 @@ def test_many_layers_print_on_a_screen_as_few_do() -> None:
     assert "plan.report()" in many.splitlines()[-1]
 
 
+MISFIT = (
+    'mesh is (x=3, y=2, z=2), edited, and tensors[0].layout "f64[64@y.x, 16@z]", from before, does not fit it: dim 64@y.x: size 64 is not '
+    "divisible by y.x=6. Legal extents: 1, 2, 4, 8, 16, 32, 64. Choose sizes that fit, or plan the model on this mesh: partir.plan(model, "
+)
 REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "memory": (set_option("memory", "medium"), '"memory"', 'options.memory is "medium"; choose from "low", "fast", or a number'),
     "an option": (set_option("memry", "low"), '"memry"', "options.memry is no field; legal here: 'memory', 'vectors', "),
@@ -236,7 +240,15 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "layout": (set_layout("fc1.weight", "f64[64@y.x"), "fc1.weight", "is not understood; write it as f32[16@x.y, 64@z] +z."),
     "axis": (set_layout("fc1.weight", "f64[64@w, 16]"), "fc1.weight", "has unknown axis 'w'; axes are data, x, y, z."),
     "sizes": (set_layout("fc1.weight", "f64[63@y, 16]"), "fc1.weight", "size 63 differs from the tensor's 64."),
-    "division": (lambda c: c["mesh"].update(x=3), "fc1.weight", "dim 64@y.x: size 64 is not divisible by y.x=6. Legal extents: 1, 2, 4,"),
+    "division": (lambda c: c["mesh"].update(x=3), '"mesh"', MISFIT),
+    "both edited": (lambda c: (c["mesh"].update(x=3), set_layout("fc1.weight", "f64[64, 16@x]")(c)), "fc1.weight", "size 16 is not div"),
+    "an axis": (lambda c: c["collectives"][0].update(axis="data"), "", "collectives[0].axis is \"data\": the mesh's axes are x, y, z."),
+    "collective": (lambda c: c["collectives"][0].update(op="nonsense"), "", 'collectives[0].op is "nonsense"; choose from "all_gather", '),
+    "direction": (lambda c: tensor(c, "fc1.weight").update(direction="up"), "fc1.weight", 'direction is "up"; choose from "data", "x", '),
+    "state": (lambda c: tensor(c, "linear").update(state="w"), '"linear"', 'state is "w"; choose from "data", "x", "y", "z", or leave it'),
+    "held": (lambda c: c["totals"].update(held="much"), '"held"', 'totals.held is "much"; write an integer.'),
+    "whole": (lambda c: c["totals"].update(parameters=None), '"parameters"', "totals.parameters is null; write an integer."),
+    "rules": (set_option("rules", ["a.rules"]), '"rules"', 'options.rules[0] is "a.rules"; write a list.'),
     "dtype": (set_layout("fc1.weight", "f32[64@y.x, 16@z]"), "fc1.weight", "dtype f32, the tensor's is f64; a layout does not convert."),
     "pending": (set_layout("linear", "f64[8@x, 64@y] +z"), '"linear"', "an edit says how dims are split, without +, max, ~ or on;"),
     "output": (set_layout("output[0]", "f64[8@x, 16]"), "output[0]", "of an output follows from options.outputs; edit that:"),
@@ -400,7 +412,85 @@ def test_the_layout_of_every_tensor_is_in_the_file(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("module", [block_places, folding], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [block_places, folding, plan_edits], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("made_for", [None, torch.bfloat16], ids=str)
+def test_an_edited_compute_dtype_is_followed(made_for: torch.dtype | None, tmp_path: Path) -> None:
+    path, dtype = tmp_path / "plan.json", torch.float32
+    mlp_plan(compute_dtype=made_for).save(path)
+    edit(path, set_option("compute_dtype", "f32"))
+    fresh_plan = mlp_plan(compute_dtype=dtype)
+    plan = partir.plan(mlp(), None, rows(), plan=path)
+    assert [plan.text(stage) for stage in STAGES] == [fresh_plan.text(stage) for stage in STAGES]
+    model = partir.parallelize(fresh(), plan=path)
+    assert model(rows()).dtype is dtype and torch.allclose(model(rows()).double(), mlp()(rows()), rtol=1e-4, atol=1e-6)
+
+
+def test_a_value_edited_beside_compute_dtype_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = edit(edit(saved(tmp_path), set_option("compute_dtype", "f32")), set_layout("linear", "f64[8@y, 64@x.z]"))
+    assert str(partir.plan(mlp(), None, rows(), plan=path).layouts["linear"]) == "f32[8@y, 64@x.z]"
+
+    def forward(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden.exp() if hidden.dtype is torch.float64 else hidden)
+
+    monkeypatch.setattr(MLP, "forward", forward)
+    partir.plan(fresh(), (2, 2, 2), rows()).save(path)
+    edit(edit(path, set_option("compute_dtype", "f32")), set_layout("linear", "f64[8@y, 64@x.z]"))
+    with pytest.raises(PlanError, match=r"plan.json:\d+: compute_dtype and the layout of the value 'linear' are both edited, but "):
+        partir.plan(fresh(), None, rows(), plan=path)
+
+
+def test_another_forward_is_named_beside_an_edited_compute_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = edit(saved(tmp_path), set_option("compute_dtype", "f32"))
+    monkeypatch.setattr(MLP, "forward", lambda self, x: self.fc2(torch.relu(self.fc1(x))))
+    with pytest.raises(PlanError, match="but its forward computes something else now"):
+        partir.plan(fresh(), None, rows(), plan=path)
+
+
+GELU = "op aten.gelu(x[* d], approximate?) -> y[* d]\n    whole d\n"
+
+
+def test_a_plan_made_with_rules_asks_for_the_same_rules(tmp_path: Path) -> None:
+    path, rules, other = tmp_path / "plan.json", tmp_path / "gelu.rules", tmp_path / "other.rules"
+    rules.write_text(GELU)
+    other.write_text(GELU.replace(" d", " last"))
+    plan = mlp_plan(rules=rules)
+    plan.save(path)
+    assert "  rules=gelu.rules" in str(partir.Plan.load(path)) and partir.Plan.load(path) == plan.document
+    again = partir.plan(mlp(), None, rows(), plan=path, rules=rules)
+    assert again.text("lowered") == plan.text("lowered") != planned().text("lowered")
+    digest = plan.document.settings.rules[0][1]
+    assert f"rules: None -> gelu.rules {digest}" in str(planned().diff(plan))
+    made = f"{path}: the plan was made with the rule files gelu.rules {digest} (name, SHA-256 of the text); "
+    for given, message in (
+        (None, f"{made}given are none. Pass the same, rules=['gelu.rules'], or plan again with other rules."),
+        (other, f"{made}given are ['other.rules']. Pass the same, "),
+    ):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            partir.parallelize(fresh(), plan=path, rules=given)
+    rules.write_text(GELU + "\n")
+    with pytest.raises(PlanError, match=re.escape(f"{made}the text of gelu.rules has changed since. Pass the same, ")):
+        partir.parallelize(fresh(), plan=path, rules=rules)
+    with pytest.raises(PlanError, match=re.escape("rules=['gelu.rules'] is given with a plan made without rules. Leave it out")):
+        partir.parallelize(fresh(), plan=planned(), rules=rules)
+
+
+def test_every_kind_of_edit_is_named_and_old_numbers_are_said_to_be_old(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    for change in (set_layout("fc1.weight", "f64[64, 16@y.z.x]"), set_option("memory", "fast"), lambda c: c["mesh"].update(x=1, y=4)):
+        edit(path, change)
+    document, plan = partir.Plan.load(path), planned()
+    old = "  collectives, readers and bytes saved are those from before the edits: plan again to count"
+    edits = "edited since it was made: mesh, memory, layouts of fc1.weight"
+    assert f"\n{edits}\n{old}\n" in str(document)
+    for name in ("fc1.weight", "fc2.bias"):
+        assert f"\nthe plan was {edits}\n{old}\n" in document.explain(name)
+        assert "edited since" not in plan.explain(name)
+    assert str(plan.diff(document)).startswith(f"the second plan was {edits}\n{old}\n")
+    assert str(document.diff(path)) == "\n".join(["the plans are equal", *document.diff(path).cautions]) + "\n"
+    assert len(document.diff(path).cautions) == 4 and not plan.diff(plan.document).cautions

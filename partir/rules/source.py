@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ class Source:
             raise RuleError(f"{path}: not text: byte {error.start} is no UTF-8; a rule file is plain text.") from None
         except OSError as error:
             raise RuleError(f"{path}: {error.strerror}; a rule file is given by its path.") from None
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """The file's name without folders, and a short SHA-256 of its text."""
+        return Path(self.path).name, hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def at(self, line: int) -> str:
         """``file:line``."""
