@@ -10,6 +10,9 @@ Autograd is local: the gradient of a call's operands depends on that call and on
 on operands of the same shapes, as 96 equal layers make them, is run on fake tensors once, its forward and its backward written down,
 and copied wherever it occurs. Gradients of a value with several readers are added in the order in which autograd would.
 
+A call that draws random numbers has a number of its own, its site, which its formula holds in a few constants: it is written once for a
+site that no graph has, and read for each.
+
 Ensures: ``(*primals, *tangents) -> (*outputs, *gradients)`` of ATen and partir ops; every node keeps the name of the call that it
 serves, and which half it belongs to (`partir.passes.aot`).
 """
@@ -32,6 +35,8 @@ from partir.passes.call_formulas import Formula, Given, Ref, Spec, Unwritten, re
 from partir.passes.share_gathers import argument_key
 
 ORIGIN, BACKWARD = "partir", "is_backward"  # what torch's own tracing writes as well
+
+ANY_SITE = 1 << 40  # more than any graph draws, and not near the constants that scramble bits
 
 Value = tuple[Node, int]
 """A value of the lowered graph: the call (or placeholder) that makes it, and which of its results it is."""
@@ -121,6 +126,7 @@ class _Composer:
         specs = tuple(Spec.of(self._nodes[value_of(read)].meta["val"], self._needs[value_of(read)]) for read in reads)
         place = {read: Ref(-1, number) for number, read in enumerate(reads)}
         args, kwargs = map_arg((call.args, call.kwargs), lambda read: cast(Any, place[read]))
+        kwargs = {**kwargs, "site": ANY_SITE} if _site(call) is not None else kwargs
         key = (call.target, argument_key(args), argument_key(kwargs), specs)
         found = self._formulas.get(key)
         if found is None:
@@ -149,11 +155,15 @@ class _Composer:
             ) from error
 
     def _write(self, call: Node, formula: Formula, backward: bool) -> None:
-        nodes = self._written[call].nodes
+        nodes, site = self._written[call].nodes, _site(call)
+
+        def read(argument: Any) -> Any:
+            return self._node(call, argument) if isinstance(argument, Ref) else _at_site(argument, site)
+
         for number, one in enumerate(formula.calls):
             if one.backward != backward:
                 continue
-            args, kwargs = map_aggregate((one.args, one.kwargs), lambda a: self._node(call, a) if isinstance(a, Ref) else a)
+            args, kwargs = map_aggregate((one.args, one.kwargs), read)
             node = self._call(one.target, args, kwargs, one.value, call.name, backward)
             if isinstance(one.value, Tensor):
                 nodes[Ref(number, 0)] = node
@@ -184,6 +194,19 @@ class _Composer:
             total = present.meta["val"] + gradient.meta["val"]
             gradient = self._call(torch.ops.aten.add.Tensor, (present, gradient), {}, total, origin, True)
         self._gradients[value] = gradient
+
+
+def _site(call: Node) -> int | None:
+    """Return the site of a call that draws random numbers."""
+    return cast("int | None", call.kwargs.get("site"))
+
+
+def _at_site(argument: Any, site: int | None) -> Any:
+    """Return a formula's argument for a site: of ``2 * ANY_SITE + 1`` it is ``2 * site + 1``."""
+    if site is None or type(argument) is not int:
+        return argument
+    times, more = divmod(argument, ANY_SITE)
+    return times * site + more if times in (1, 2) and more in (0, 1) else argument
 
 
 def value_of(node: Node) -> Value:

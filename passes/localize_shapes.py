@@ -215,7 +215,8 @@ def _key_of_run(node: Node) -> Hashable:
     """Return all that the result of a call depends on but numbers."""
     reads = node.all_input_nodes
     place = {read: ("operand", number) for number, read in enumerate(reads)}
-    arguments = map_arg((node.args, node.kwargs), lambda read: place[read])
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "site"}  # the numbers of a draw, not its shape
+    arguments = map_arg((node.args, kwargs), lambda read: place[read])
     return node.target, argument_key(arguments), tuple(_fact(value) for read in reads for value in tree_leaves(read.meta["val"]))
 
 
