@@ -31,6 +31,13 @@ def test_planning_prints_every_pass() -> None:
     assert all(name in printed for name in ("trace", "annotate_layouts", "differentiate", "total", "growth"))
 
 
+def test_choosing_a_mesh_is_timed() -> None:
+    sizes = "--layers 1 --hidden 32 --heads 4 --batch 8 --seq 16 --vocabulary 64"
+    printed = run("choosing_meshes.py", *f"--ranks 2 4 --by bytes {sizes}".split())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    assert [row[:3] for row in rows] == [["2", "bytes", "4"], ["4", "bytes", "10"]]
+
+
 def test_random_numbers_are_timed_side_by_side() -> None:
     printed = run("random_numbers.py", *"--rows 8 --columns 8 --repeats 1".split())
     assert all(word in printed for word in ("torch", "exact / fast", "dropout", "rand_like", "randn_like"))
