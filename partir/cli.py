@@ -1,6 +1,7 @@
 """The command line: `partir check-rules FILE` or `partir calibrate`, the same as `python -m partir ...`.
 
-A command is a function from its parsed options to an exit code: 0 for success, 1 for a finding, 2 for a mistake of the user.
+A command is a function from its parsed options to an exit code: 0 for success, 1 for a finding, 2 for a mistake of the user, 130
+for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import cast
 import torch
 
 from partir.commands import mesh, plan
+from partir.commands.numbers import positive_integer, positive_number
+from partir.commands.options import EXIT_CODES
+from partir.commands.parsers import add_command
+from partir.commands.quiet import quiet_torch
 from partir.errors import PartirError
 from partir.hardware import hardware_text
 from partir.rules import load
@@ -24,17 +29,21 @@ from partir.rules.check import BLOCKS, Report, check_rules
 from partir.rules.compare import Blocks
 
 Command = Callable[[argparse.Namespace], int]
-FOUND, MISTAKE = 1, 2
+FOUND, MISTAKE, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a mistake is one message on stderr, without a traceback."""
     options = _parser().parse_args(arguments)
     try:
-        return cast(Command, options.command)(options)
+        with quiet_torch():
+            return cast(Command, options.command)(options)
     except (PartirError, OSError) as error:
         print(f"partir: {error}", file=sys.stderr)
         return MISTAKE
+    except KeyboardInterrupt:
+        print("partir: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,35 +51,36 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_commands(commands)
     mesh.add_commands(commands)
-    _add_check_rules(commands.add_parser("check-rules", help="prove the rules of a file by trial", description=_check_rules.__doc__))
-    help_of_calibrate, verbatim = "measure a hardware profile on this machine", argparse.RawDescriptionHelpFormatter
-    _add_calibrate(commands.add_parser("calibrate", help=help_of_calibrate, description=CALIBRATE, formatter_class=verbatim))
+    _add_check_rules(add_command(commands, "check-rules", "prove the rules of a file by trial", CHECK_RULES))
+    _add_calibrate(add_command(commands, "calibrate", "measure a hardware profile on this machine", CALIBRATE))
     return parser
 
 
-CALIBRATE = """\
+CHECK_RULES = f"""Run each op whole and in blocks as its rule says, and compare outputs and gradients.
+
+    partir check-rules softmax.rules
+    partir check-rules mine.rules --import my_ops --blocks 2 3 2x3
+
+{EXIT_CODES}
+"""
+CALIBRATE = f"""\
 Measure this machine as `plan.time` needs it: FLOP/s, memory bandwidth, and latency and bandwidth of each kind of
 collective, all ranks at once. The profile is TOML; pass its path as hardware=.
 
     partir calibrate --ranks 8 --backend gloo --out machine.toml
     torchrun --nnodes 2 --nproc-per-node 8 -m partir calibrate --backend nccl --out cluster.toml
+
+{EXIT_CODES}
 """
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_positive, default=2, help="processes to start (default 2); under torchrun its ranks are taken")
+    parser.add_argument("--ranks", type=positive_integer, default=2, help="processes (default 2); under torchrun its ranks are taken")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="of torch.distributed (default gloo)")
     parser.add_argument("--out", type=Path, required=True, help="the TOML file to write")
-    parser.add_argument("--seconds", type=float, default=0.2, help="about how long each figure is measured (default 0.2)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all of it (default 600)")
+    parser.add_argument("--seconds", type=positive_number, default=0.2, help="about how long each figure is measured (default 0.2)")
+    parser.add_argument("--timeout", type=positive_number, default=600.0, help="seconds for all of it (default 600)")
     parser.set_defaults(command=_calibrate)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def _calibrate(options: argparse.Namespace) -> int:

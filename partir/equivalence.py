@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_map
 
 from partir.api import parallelize
 from partir.eager_randomness import same_randomness
-from partir.errors import PartirError, VerifyError
+from partir.errors import PartirError, VerifyError, source_line
 from partir.mesh import Mesh
 from partir.module import parallelized
 from partir.passes.trace import flatten_inputs
+from partir.printer import op_text
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def verify(
     with same_randomness(torch.initial_seed()) if random else nullcontext():
         theirs = _run(_copy(model, dtype), call, dtype)
     report = _compare(Mesh.parse(mesh), ours, theirs, tolerance, _negligible(dtype, tolerance))
-    _raise_on_difference(report)
+    _raise_on_difference(report, _narrow_calls(parallelized(parallel).compiled(), dtype))
     return report
 
 
@@ -192,13 +193,57 @@ def _largest(tensors: Iterable[Tensor | None]) -> float:
     return max([float(t.abs().max()) for t in tensors if t is not None and t.is_floating_point() and t.numel()], default=0.0)
 
 
-def _raise_on_difference(report: Report) -> None:
+ROUNDINGS = 64  # differences of this many machine epsilons are what a narrow dtype may round
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """The calls that compute in a narrower dtype than verify converts a model to: the model casts inside.
+
+    Args:
+        dtype: the narrowest.
+        calls: how many there are, of all.
+        first: the line and op of the first.
+    """
+
+    dtype: torch.dtype
+    calls: tuple[int, int]
+    first: str
+
+    @property
+    def rounding(self) -> float:
+        """The largest relative difference that rounding may make."""
+        return ROUNDINGS * torch.finfo(self.dtype).eps
+
+    def __str__(self) -> str:
+        name, eps = str(self.dtype).removeprefix("torch."), torch.finfo(self.dtype).eps
+        where = f"{self.calls[0]} of the {self.calls[1]} calls of the model, first {self.first}, compute in {name}"
+        rounds = f"such a difference is what {name} rounds (its epsilon is {eps:.1e}), in another order on a mesh"
+        return f"{where} though verify converts it: {rounds}. Allow for that with a tolerance of {self.rounding:.0e}; what is above it would be a bug."
+
+
+def _narrow_calls(compiled: Iterable[Any], dtype: torch.dtype) -> _Narrow | None:
+    """Return the calls of the traced graphs that stay narrower than ``dtype``, None where none does."""
+    eps = torch.finfo(dtype).eps
+    calls = [node for each in compiled for node in each.traced.graph_module.graph.nodes if node.op == "call_function"]
+    values = [(node, value.dtype) for node in calls if isinstance(value := node.meta.get("val"), Tensor) and value.is_floating_point()]
+    narrow = [(node, kind) for node, kind in values if torch.finfo(kind).eps > eps]
+    if not narrow:
+        return None
+    first = narrow[0][0]
+    worst = max((kind for _, kind in narrow), key=lambda kind: torch.finfo(kind).eps)
+    return _Narrow(worst, (len(narrow), len(calls)), f"{op_text(first)} at {source_line(first.meta)}")
+
+
+def _raise_on_difference(report: Report, narrow: _Narrow | None) -> None:
+    """Raise for the first difference that no rounding explains, else for the first above the tolerance."""
     rows = [("the loss", report.loss), *((f"output {i}", d) for i, d in enumerate(report.outputs))]
     rows += [(f"the gradient of {name}", d) for name, d in report.gradients.items()]
     rows += [(f"the buffer {name}", d) for name, d in report.buffers.items()]
-    for what, difference in rows:
-        if not difference <= report.tolerance:
-            raise VerifyError(
-                f"on mesh {report.mesh} {what} differs from one device's by {difference:.2e} (relative), more than "
-                f"{report.tolerance:.0e}. This is a bug in partir or in a rule; partir.check_rules() finds wrong rules."
-            )
+    bug = "This is a bug in partir or in a rule; partir.check_rules() finds wrong rules."
+    steps = [(max(narrow.rounding, report.tolerance), bug), (report.tolerance, str(narrow))] if narrow else [(report.tolerance, bug)]
+    for limit, why in steps:
+        for what, difference in rows:
+            if not difference <= limit:
+                differs = f"on mesh {report.mesh} {what} differs from one device's by {difference:.2e} (relative), more than"
+                raise VerifyError(f"{differs} {report.tolerance:.0e}. {why}")

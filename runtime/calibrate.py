@@ -14,9 +14,12 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,7 +68,8 @@ def calibrate(ranks: int, backend: str = "gloo", name: str = "measured", seconds
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.toml"
         given = (ranks, backend, name, seconds, timeout, _free_port(), str(path))
-        context: Any = cast(Any, multiprocessing).spawn(_run_rank, given, ranks, join=False)
+        with _deaf_to_interrupts():
+            context: Any = cast(Any, multiprocessing).spawn(_run_rank, given, ranks, join=False)
         deadline = time.monotonic() + timeout
         try:
             while not context.join(timeout=0.5):
@@ -78,6 +82,19 @@ def calibrate(ranks: int, backend: str = "gloo", name: str = "measured", seconds
             for process in context.processes:
                 process.kill()
         return parse_hardware(path.read_text(), str(path))
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Generator[None]:
+    """Start processes that ignore Ctrl-C, which the terminal sends to all: this process alone reports it, and ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def calibrate_world(name: str = "measured", seconds: float = 0.2) -> Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from partir.cli import main
+from partir.runtime import calibrate
 
 MODEL = """
 import torch
@@ -32,6 +34,23 @@ def raises():
 
 def wrong():
     return 3
+
+
+def narrow():
+    return nn.Linear(16, 16), torch.empty(8, 12)
+
+
+class Flow(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def flow():
+    return Flow(), torch.randn(8, 8)
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def no_module():
@@ -96,12 +115,58 @@ def test_a_mistake_is_one_message(line: str, folder: Path, capsys: pytest.Captur
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("command", ["plan", "draw", "cost", "mesh", "verify", "check-rules"])
+REFUSED = {
+    "verify model.py:real --mesh 2,2,2 --tolerance -1": "argument --tolerance: '-1' is no finite number of 0 or more.",
+    "verify model.py:real --mesh 2,2,2 --tolerance nan": "argument --tolerance: 'nan' is no finite number of 0 or more.",
+    "mesh model.py:make --ranks 2 --top -1": "argument --top: '-1' is no integer of 1 or more.",
+    "mesh model.py:make --ranks 2 --top 0": "argument --top: '0' is no integer of 1 or more.",
+    "calibrate --out a.toml --seconds -1": "argument --seconds: '-1' is no finite number above 0.",
+    "calibrate --out a.toml --seconds nan": "argument --seconds: 'nan' is no finite number above 0.",
+    "calibrate --out a.toml --seconds 0": "argument --seconds: '0' is no finite number above 0.",
+    "calibrate --out a.toml --timeout 0": "argument --timeout: '0' is no finite number above 0.",
+    "calibrate --out a.toml --timeout inf": "argument --timeout: 'inf' is no finite number above 0.",
+    "calibrate --out a.toml --ranks 0": "argument --ranks: '0' is no integer of 1 or more.",
+    "plan --hf gpt2.json --mesh 2,2,2 --batch two": "argument --batch: 'two' is no integer of 1 or more.",
+    "plan model.py:make --mesh 2,2,2 --explain x --stage lowered": "argument --stage: not allowed with argument --explain",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_number_that_means_nothing_is_refused_before_anything_runs(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", lambda *given: pytest.fail(f"ranks were started with {given}"))
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and REFUSED[line] in error and "Traceback" not in error
+    assert not (folder / "a.toml").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "draw", "cost", "mesh", "verify", "check-rules", "calibrate"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
-    assert f"usage: partir {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"usage: partir {command}" in text and f"    partir {command} " in text and "exit codes: 0 success, 1 a finding" in text
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+@pytest.mark.parametrize("model", ["narrow", "flow"])
+def test_what_cannot_be_traced_is_one_line(
+    command: str, model: str, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch logs a traceback of its own, and prints half a graph."""
+    assert main([command, f"model.py:{model}", "--mesh", "2,2,2"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("partir: ") and shown.err.count("\n") == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_an_interrupt_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model.py:interrupted", "--mesh", "2,2,2"]) == 130
+    assert capsys.readouterr() == ("", "partir: interrupted\n")
 
 
 def test_plan_and_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +178,15 @@ def test_plan_and_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     cost = json.loads(capsys.readouterr().out)
     assert cost["values"]["bytes"] == sum(facts["bytes"].values())
     assert cost["seconds"] > 0
+
+
+def test_a_tensor_or_a_stage_is_part_of_the_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "model.py:make", "--mesh", "2,2,2"]
+    for option, name in (("--explain", "0.weight"), ("--stage", "lowered")):
+        assert main([*line, option, name]) == 0
+        text = capsys.readouterr().out
+        assert main([*line, "--json", option, name]) == 0
+        assert json.loads(capsys.readouterr().out)[option.removeprefix("--")][name].strip() == text.strip()
 
 
 def test_draw(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +206,7 @@ def test_verify_finds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A finding, here of an impossible tolerance, is exit code 1."""
     assert main(["verify", "model.py:real", "--mesh", "2,2,2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["worst"] < 1e-9
-    assert main(["verify", "model.py:real", "--mesh", "2,2,2", "--tolerance", "-1"]) == 1
+    assert main(["verify", "model.py:real", "--mesh", "2,2,2", "--tolerance", "0"]) == 1
 
 
 def test_as_a_process(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import partir
 from examples.models.bert import BERT, BERTConfig
 from examples.models.gpt import GPT, GPTConfig
 from examples.models.llama import Llama, LlamaConfig
+from partir import equivalence
 from partir.equivalence import relative_difference
 from partir.errors import VerifyError
 from partir.mesh import Mesh
@@ -195,6 +197,33 @@ def test_verify_reports_and_names_the_first_difference() -> None:
     assert report.mesh == Mesh.parse((2, 2, 2)) and "0.weight" in str(report)
     with pytest.raises(VerifyError, match=r"differs from one device's by .* more than"):
         partir.verify(model, (2, 2, 2), x, tolerance=-1.0)
+
+
+class FloatNorm(nn.Module):
+    """A part that stays in float32, as the norms of Hugging Face's Llama do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self.linear(x).float().pow(2).mean(-1, keepdim=True)
+        return x * squares.rsqrt().to(x.dtype)
+
+
+def test_verify_tells_rounding_of_parts_in_float32_from_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = FloatNorm(), torch.randn(24, 12)
+    with pytest.raises(VerifyError) as error:
+        partir.verify(model, (2, 2, 2), x)
+    text = str(error.value)
+    assert "This is a bug" not in text and re.search(r"\d of the \d+ calls of the model, first aten.to.dtype at ", text)
+    assert "compute in float32 though verify converts it: such a difference is what float32 rounds (its epsilon is 1.2e-07)" in text
+    assert "Allow for that with a tolerance of 8e-06" in text
+    assert partir.verify(model, (2, 2, 2), x, tolerance=8e-6).worst > 1e-10
+    monkeypatch.setattr(equivalence, "ROUNDINGS", 1e-4)  # as if the difference were larger than rounding
+    with pytest.raises(VerifyError, match="This is a bug in partir or in a rule"):
+        partir.verify(model, (2, 2, 2), x)
 
 
 def test_mesh_forms() -> None:

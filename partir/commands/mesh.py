@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from partir.commands.models import add_model, load_model
+from partir.commands.numbers import positive_integer, tolerance
 from partir.commands.options import EXIT_CODES, parse_mesh, print_json
 from partir.commands.parsers import Commands, add_command
 from partir.equivalence import verify
@@ -41,7 +42,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help='the most that a rank may hold, "40GB"; by default what the hardware has')
     parser.add_argument("--hardware", default="dgx-h100", help="a profile's name or its TOML file (default: %(default)s)")
     parser.add_argument("--by", choices=tuple(KEYS), default="time")
-    parser.add_argument("--top", type=int, default=10, help="how many to print (default: %(default)s)")
+    parser.add_argument("--top", type=positive_integer, default=10, help="how many to print (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, the rejected ones too")
     parser.set_defaults(command=_mesh)
 
@@ -68,7 +69,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--mesh", required=True, help='"4,4,4" is x,y,z; "x=8,y=2" names them')
     parser.add_argument("--memory", choices=("low", "fast"), default="low")
-    parser.add_argument("--tolerance", type=float, default=1e-9, help="largest relative difference (default: %(default)s)")
+    parser.add_argument("--tolerance", type=tolerance, default=1e-9, help="largest relative difference (default: %(default)s)")
     parser.add_argument("--rules", type=Path, action="append", default=[], help="a rule file; may be given several times")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_verify)

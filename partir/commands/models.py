@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from partir.commands.numbers import positive_integer
 from partir.errors import PartirError, first_line
 
 EXAMPLE = "path/to/file.py:function"
@@ -34,15 +35,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     help_of_model = f"{EXAMPLE}; the function returns (module, example inputs) or (module, example inputs, keyword inputs)"
     parser.add_argument("model", nargs="?", help=help_of_model)
     parser.add_argument("--hf", type=Path, metavar="CONFIG", help="a Hugging Face config.json; the model is built without weights")
-    parser.add_argument("--batch", type=_positive, default=8, help="of the example of --hf (default: %(default)s)")
-    parser.add_argument("--seq", type=_positive, default=None, help="sequence length of --hf (default: 128, or what the model takes)")
+    parser.add_argument("--batch", type=positive_integer, default=8, help="of the example of --hf (default: %(default)s)")
+    parser.add_argument("--seq", type=positive_integer, default=None, help="sequence of --hf (default: 128, or what the model takes)")
     parser.add_argument("--dtype", default="float32", help="of the parameters of --hf (default: %(default)s)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
 
 
 def load_model(options: argparse.Namespace, device: str = "meta") -> Model:

@@ -12,7 +12,7 @@ from partir.errors import PartirError
 from partir.options import LEGAL
 from partir.plans import Plan, plan
 
-EXIT_CODES = "exit codes: 0 success, 1 a finding (a rule or a result is wrong), 2 a mistake in what was given"
+EXIT_CODES = "exit codes: 0 success, 1 a finding (a rule or a result is wrong), 2 a mistake in what was given, 130 Ctrl-C"
 
 
 def add_model_and_plan(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,14 @@ from partir.commands.options import EXIT_CODES, add_model_and_plan, make_plan, p
 from partir.commands.parsers import Commands, add_command
 from partir.cost import Cost
 from partir.hardware import load_hardware
-from partir.plans import Plan
+from partir.plans import STAGES, Plan
 
 PLAN = f"""Show what every tensor's layout is and what moves: nothing runs, and a model on meta needs no memory.
 
     partir plan model.py:make --mesh 4,4,4
     partir plan --hf config.json --batch 16 --seq 1024 --mesh 4,4,4 --stage lowered
     partir plan --hf config.json --mesh 4,4,4 --out plan.json
+    partir plan model.py:make --mesh 4,4,4 --json --explain fc1.weight
 
 {EXIT_CODES}
 """
@@ -44,10 +45,10 @@ def add_commands(commands: Commands) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model_and_plan(parser)
-    stages = ("traced", "annotated", "lowered", "forward", "backward")
-    parser.add_argument("--stage", choices=stages, help="print the graph after a stage instead")
-    parser.add_argument("--explain", metavar="NAME", help="print all about one tensor instead")
-    parser.add_argument("--full", action="store_true", help="print every row instead of a screen")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--stage", choices=STAGES, help="print the graph after a stage instead; with --json, its text besides")
+    instead.add_argument("--explain", metavar="NAME", help="print all about one tensor instead; with --json, its text besides")
+    instead.add_argument("--full", action="store_true", help="print every row instead of a screen; JSON has every row")
     parser.add_argument("--out", type=Path, help="write the plan as JSON, to be read, edited and used")
     parser.set_defaults(command=_plan)
 
@@ -57,14 +58,20 @@ def _plan(options: argparse.Namespace) -> int:
     if options.out is not None:
         plan.save(options.out)
     if options.json:
-        print_json(_plan_facts(plan))
-    elif options.explain:
+        print_json(_plan_facts(plan) | _texts(plan, options))
+    elif options.explain is not None:
         print(plan.explain(options.explain))
     elif options.stage:
         print(plan.text(options.stage), end="")
     else:
         print(plan.report() if options.full else str(plan), end="")
     return 0
+
+
+def _texts(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the texts that were asked for besides."""
+    explained = {} if options.explain is None else {"explain": {options.explain: plan.explain(options.explain)}}
+    return explained | ({"stage": {options.stage: plan.text(options.stage)}} if options.stage else {})
 
 
 def _plan_facts(plan: Plan) -> dict[str, Any]:
