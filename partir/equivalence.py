@@ -219,7 +219,8 @@ class _Narrow:
         name, eps = str(self.dtype).removeprefix("torch."), torch.finfo(self.dtype).eps
         where = f"{self.calls[0]} of the {self.calls[1]} calls of the model, first {self.first}, compute in {name}"
         rounds = f"such a difference is what {name} rounds (its epsilon is {eps:.1e}), in another order on a mesh"
-        return f"{where} though verify converts it: {rounds}. Allow for that with a tolerance of {self.rounding:.0e}; what is above it would be a bug."
+        allow = f"Allow for that with a tolerance of {self.rounding:.0e}; what is above it would be a bug."
+        return f"{where} though verify converts it: {rounds}. {allow}"
 
 
 def _narrow_calls(compiled: Iterable[Any], dtype: torch.dtype) -> _Narrow | None:

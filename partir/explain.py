@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from partir.block_places import blocks_text
 from partir.collectives import cotangent
+from partir.errors import PartirError
 from partir.folding import columns
 from partir.plan_edits import edits_caution
 from partir.summary import fraction
@@ -22,7 +23,10 @@ def explain(document: PlanDocument, name: str) -> str:
 
     Raises:
         UnknownNameError: nothing is called so.
+        PartirError: the name is no text.
     """
+    if not isinstance(cast(object, name), str):
+        raise PartirError(f"explain({name!r}): a tensor is called by a text, not by {type(name).__name__}: plan.layouts lists the names.")
     tensor = document[name]
     parts = [_title(document, tensor, name), _readers(tensor), _moves(document, tensor), _gradient(document, tensor)]
     blocks = ["blocks, by rank", *(f"  {line}" for line in blocks_text(tensor.layout.strip(document.mesh), document.mesh))]

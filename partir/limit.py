@@ -30,7 +30,7 @@ def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
     """Return the elements that some rank must receive in ``C[m,n] = sum_k A[m,k] B[k,n]``.
 
     >>> round(lower_bound(8192, 16384, 4096, 64))
-    2621440
+    8912896
     """
     m, n, k = sorted((m, n, k), reverse=True)
     if ranks <= m / n:
@@ -45,7 +45,7 @@ def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
 def law_elements(m: int, n: int, k: int, mesh: tuple[int, int, int]) -> float:
     """Return the elements that one rank receives by the 3-D law: m on x, n on y, k on z.
 
-    >>> law_elements(8192, 16384, 4096, (4, 8, 2)) / lower_bound(8192, 16384, 4096, 64)
+    >>> round(law_elements(8192, 16384, 4096, (4, 8, 2)) / lower_bound(8192, 16384, 4096, 64), 9)
     1.0
     """
     x, y, z = mesh
@@ -109,7 +109,7 @@ class Limit:
 
     @property
     def ratio(self) -> float:
-        """Bytes of all products over the sum of their bounds."""
+        """Bytes of all products over the sum of their bounds; nan where nothing has to move."""
         bound = sum(product.bound for product in self.products)
         return sum(product.received for product in self.products) / bound if bound else math.nan
 
@@ -119,10 +119,15 @@ class Limit:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
         tail = [
-            f"all products: {self.ratio:.3f} of the bound; {self.others:,} bytes for what is no product",
+            f"all products: {self._distance()}; {self.others:,} bytes for what is no product",
             "the bound is for one product alone: see partir.limit for what it does not cover",
         ]
         return "\n".join([*lines, *tail]) + "\n"
+
+    def _distance(self) -> str:
+        if math.isnan(self.ratio):
+            return "no algorithm has to move anything" if self.products else "there are none"
+        return f"{self.ratio:.3f} of the bound"
 
     def _folded(self) -> list[Product]:
         """Leave out products that differ from an earlier one in nothing but the name."""

@@ -189,7 +189,7 @@ def factorisations(ranks: int, axes: Sequence[str]) -> Iterator[Mesh]:
     """Yield every mesh of a number of ranks; axes that are not given have one rank.
 
     >>> [str(mesh) for mesh in factorisations(4, ("x", "y"))]
-    ['(1,4,1)', '(2,2,1)', '(4,1,1)']
+    ['(x=1, y=4, z=1)', '(x=2, y=2, z=1)', '(x=4, y=1, z=1)']
     """
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for sizes in itertools.product(*(divisors if axis in axes else [1] for axis in AXES)):

@@ -159,7 +159,7 @@ class _Padder:
     ) -> Node:
         """Write a call that its recipe will replace: the op itself need not accept the padded sizes."""
         new = self.graph.call_function(cast(Any, node.target), args, kwargs, name=node.name)
-        new.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+        new.meta = _kept(node)
         results = [t.new_empty(binding.shape(dims, sizes)) for t, dims in zip(results_of(node), binding.results)]
         new.meta["val"] = results[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(results)
         return new
@@ -196,7 +196,7 @@ class _Padder:
     ) -> Node:
         """Write a call on behalf of a node of the old graph."""
         new = self.graph.call_function(target, args, kwargs or {}, name=name or name_of(target).partition("::")[2])
-        new.meta = {key: node.meta[key] for key in KEPT if key in node.meta}
+        new.meta = _kept(node)
         filled = torch.fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
         with _mode_of(node), torch.no_grad():
             new.meta["val"] = target(*cast("tuple[Any, ...]", filled[0]), **cast("dict[str, Any]", filled[1]))
@@ -214,6 +214,12 @@ class _Padder:
                 more = 100 * (size / subdim.size - 1)
                 found.append(f"{source_line(node.meta)}: a dim of {subdim.size} is padded to {size}: {more:.2g}% more work along it")
         return tuple(found)
+
+
+def _kept(node: Node) -> dict[str, Any]:
+    """Return what a call on behalf of a node keeps of it; a placeholder has no line, its first reader has."""
+    source = next((user for user in node.users if "stack_trace" in user.meta), node) if node.op == "placeholder" else node
+    return {key: source.meta[key] for key in KEPT if key in source.meta and (key != "site" or source is node)}
 
 
 def _values_with(node: Node, binding: Binding, factor: str) -> list[int]:

@@ -91,6 +91,7 @@ MISTAKES = {
     "plan model.py:make --mesh 0,2,2": "mesh axis x has size 0; sizes are 1 or more.",
     "plan model.py:make --mesh 2,2,2 --explain none": "no parameter, input, value or output is called 'none'.",
     "plan model.py:make --mesh 2,2,2 --out nowhere/x.json": "nowhere/x.json: the plan cannot be written",
+    "plan model.py:make --mesh 2,2,2 --out .": "'.' names no file: the plan cannot be written. Give a path, plan.json.",
     "draw model.py:make --mesh 2,2,2 --out nowhere/x.html": "there is no folder",
     "draw model.py:make --mesh 2,2,2 --out x.xyz": "it has suffix '.xyz'",
     "cost model.py:make --mesh 2,2,2 --hardware none": "hardware 'none' is neither a shipped profile",
@@ -178,6 +179,11 @@ def test_plan_and_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     cost = json.loads(capsys.readouterr().out)
     assert cost["values"]["bytes"] == sum(facts["bytes"].values())
     assert cost["seconds"] > 0
+
+
+def test_cost_where_nothing_has_to_move(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "model.py:make", "--mesh", "1,1,1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["over_lower_bound"] is None
 
 
 def test_a_tensor_or_a_stage_is_part_of_the_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 import partir
 from examples import pictures
-from partir.draw import dot, picture, picture_of, ranks, style
+from partir.dims import Dim
+from partir.draw import picture_of, style
 from partir.draw.fold import fold
 from partir.draw.picture import DrawnEdge, DrawnNode, Picture
+from partir.draw.ranks import runs
 from partir.draw.style import breadth, byte_text, colour, width
+from partir.mesh import Mesh
 from tests.planned import meta_plan, mlp_plan
 
 FILES = (".svg", ".png", ".pdf")
@@ -209,10 +212,11 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder.dot"]
 
 
-@pytest.mark.parametrize("module", [dot, picture, ranks, style], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed
+def test_a_batch_of_no_rows_is_drawn(tmp_path: Path) -> None:
+    plan = partir.plan(nn.Linear(8, 8), (1, 1, 1), torch.empty(0, 8))
+    plan.draw(tmp_path / "none.html")
+    assert runs(Dim.parse("0@x"), Mesh.parse((2, 1, 1)), {"x": 1}, 4) == ([(0, 0)], 1)
+    assert "0:0" in (tmp_path / "none.html").read_text()
 
 
 def test_the_script_of_the_documentation_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

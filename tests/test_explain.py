@@ -83,6 +83,11 @@ def test_pins_pads_and_copies_are_reasons() -> None:
     assert "a dim of 37 is padded to 40: 8.1% more work along it" in odd.explain("linear")
 
 
+def test_a_name_that_is_no_text_is_told() -> None:
+    with pytest.raises(PartirError, match=r"explain\(3\): a tensor is called by a text, not by int: plan.layouts lists the names"):
+        planned().explain(3)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_fused_bias_a_bucket_a_tied_weight_and_a_result_of_several() -> None:
     plan = gpt_plan((2, 2, 2))
     bias = plan.explain("blocks.0.attn.qkv.bias")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 import resource
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 from torch import nn
 
 import partir
-from partir import plans, records
 from partir.errors import LayoutError, PartirError
 from partir.layout import Layout
-from partir.passes import name_values
 from partir.plans import STAGES
 from tests.compiled import run
 from tests.planned import MLP, B, S, gpt, gpt_plan, ids, meta_plan, mlp, mlp_plan, rows
@@ -382,13 +378,14 @@ def test_repr_is_short() -> None:
     assert list(plan.timings)[0] == "trace" and list(plan.timings)[-1] == "differentiate"
 
 
+def test_the_limit_where_nothing_has_to_move_is_no_number() -> None:
+    one = str(partir.plan(nn.Linear(8, 8), (1, 1, 1), torch.empty(4, 8)).limit())
+    assert "all products: no algorithm has to move anything; 0 bytes for what is no product" in one and "nan" not in one
+    none = str(partir.plan(nn.GELU(), (2, 1, 1), torch.empty(4, 8)).limit())
+    assert "all products: there are none; " in none and "nan" not in none
+
+
 def test_a_plan_of_another_program_is_found_out() -> None:
     low, fast = mlp_plan(memory="low"), mlp_plan(memory="fast")
     found = counted(fast, mlp(), (rows(),))
     assert {key[1:]: number for key, number in found.items() if key[0] == 0} == planned(fast) != planned(low)
-
-
-@pytest.mark.parametrize("module", [plans, records, name_values], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted and not result.failed

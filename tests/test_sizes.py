@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,9 @@ def test_the_plan_says_what_is_padded_and_what_it_costs() -> None:
     assert "a dim of 37 is padded to 40: 8.1% more work along it" in text
     assert "a dim of 6 is padded to 8: 33% more work along it" in text
     assert "token_embedding.weight: no dim of" in text and "held 4 times" in text
+    assert "<unknown line>" not in str(plan) and "<unknown line>" not in text, "a pad has the line of what it pads, or of its first reader"
+    assert re.search(r"\nfirst used at gpt.py:\d+\n", plan.explain("ids"))
+    assert not [c for c in plan.collectives if c.source.startswith("<unknown")]
 
 
 def test_the_plan_says_what_is_computed_more_than_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,15 @@ def _cost(options: argparse.Namespace) -> int:
     plan = make_plan(options)
     cost, limit, step = plan.cost(), plan.limit(), plan.time(hardware)
     if options.json:
-        print_json({**_cost_facts(cost), "seconds": step.seconds, "over_lower_bound": limit.ratio})
+        print_json({**_cost_facts(cost), "seconds": step.seconds, "over_lower_bound": _number(limit.ratio)})
     else:
         print(cost, limit, step, sep="\n")
     return 0
+
+
+def _number(value: float) -> float | None:
+    """Return a number as JSON has it: nan is null."""
+    return None if math.isnan(value) else value
 
 
 def _cost_facts(cost: Cost) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, TextIO, cast
 
 LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace")
@@ -15,7 +15,7 @@ GRAPH = "def forward(self"
 
 
 @contextlib.contextmanager
-def quiet_torch() -> Iterator[None]:
+def quiet_torch() -> Generator[None]:
     """Drop what torch logs and prints of a trace that fails; with TORCH_LOGS in the environment, drop nothing."""
     if "TORCH_LOGS" in os.environ:
         yield

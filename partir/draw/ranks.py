@@ -48,7 +48,7 @@ def _text(dim: Dim, mesh: Mesh, place: dict[str, int]) -> str:
 
 
 def runs(dim: Dim, mesh: Mesh, place: dict[str, int], most: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the first runs of indices of a block, at most ``most``, and how many there are.
+    """Return the first runs of indices of a block, at most ``most``, and how many there are; an empty block is ``0:0``.
 
     A block takes a range of each sub-dim; what that leaves, flat, is split once more over the dim's own axes.
     """
@@ -57,6 +57,8 @@ def runs(dim: Dim, mesh: Mesh, place: dict[str, int], most: int) -> tuple[list[t
     starts = [width * _index(part.axes, mesh, place) for part, width in zip(dim.parts, widths)]
     length = math.prod(widths) // mesh.extent(dim.axes)
     begin = length * _index(dim.axes, mesh, place)
+    if not length:
+        return [(0, 0)], 1
     end, chunk = begin + length, widths[-1]  # the last sub-dim is what runs on
     found: list[tuple[int, int]] = []
     at = begin
