@@ -29,6 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from partir.errors import source_line
 from partir.graph import Unprinted, is_getitem, operands, outputs_of, replace_operands, results_of, with_attributes
 from partir.pads import Pad, Pads
+from partir.passes.checkpoints import region_of
 from partir.passes.torch_ops import VIEWS, name_of
 from partir.rules import Binding
 from partir.subdims import SubDim
@@ -218,8 +219,14 @@ class _Padder:
 
 def _kept(node: Node) -> dict[str, Any]:
     """Return what a call on behalf of a node keeps of it; a placeholder has no line, its first reader has."""
-    source = next((user for user in node.users if "stack_trace" in user.meta), node) if node.op == "placeholder" else node
-    return {key: source.meta[key] for key in KEPT if key in source.meta and (key != "site" or source is node)}
+    if node.op != "placeholder":
+        return {key: node.meta[key] for key in KEPT if key in node.meta}
+    reader = next((user for user in node.users if "stack_trace" in user.meta), node)
+    kept = {key: reader.meta[key] for key in ("nn_module_stack", "stack_trace") if key in reader.meta}
+    region = region_of(reader)  # a pad is made once, outside of what a checkpoint encloses
+    if region is not None:
+        kept["nn_module_stack"] = {key: path for key, path in kept["nn_module_stack"].items() if key != region}
+    return kept
 
 
 def _values_with(node: Node, binding: Binding, factor: str) -> list[int]:

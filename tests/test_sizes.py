@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import partir
 from examples.models.bert import BERT, BERTConfig
 from examples.models.gpt import GPT, GPTConfig
 from examples.models.llama import Llama, LlamaConfig
 from partir.pads import Pad, cut, extend, is_real, natural_index, natural_size, pad_dim, zero_pads
+from partir.passes.checkpoints import region_of
 from tests.compiled import compile_model
 
 MESHES = [(2, 2, 2), (1, 4, 1), (3, 1, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(1, 1, 4), (5, 1, 1), (2, 3, 2)])]
@@ -155,6 +157,27 @@ def test_the_plan_says_what_is_padded_and_what_it_costs() -> None:
     assert "<unknown line>" not in str(plan) and "<unknown line>" not in text, "a pad has the line of what it pads, or of its first reader"
     assert re.search(r"\nfirst used at gpt.py:\d+\n", plan.explain("ids"))
     assert not [c for c in plan.collectives if c.source.startswith("<unknown")]
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint reads a padded weight first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 37), nn.Linear(37, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.up, x, use_reentrant=False)
+        return self.down(torch.tanh(hidden)) + self.up.weight.sum()
+
+
+def test_the_pad_of_a_weight_is_no_part_of_the_checkpoint_that_reads_it() -> None:
+    model, x = Checkpointed(), torch.randn(8, 8)
+    annotated = partir.plan(model, (2, 2, 1), x).compiled.annotated
+    pads = [node for node in annotated.graph.nodes if "pad_dim" in str(node.target)]
+    assert pads and all(region_of(node) is None and "stack_trace" in node.meta for node in pads)
+    assert any(region_of(node) for node in annotated.graph.nodes)
+    assert partir.verify(model, (2, 2, 1), x).worst < 1e-10
 
 
 def test_the_plan_says_what_is_computed_more_than_once() -> None:
