@@ -15,8 +15,8 @@ Ensures: ``meta["layout"]`` (at rest), ``["operands"]``, ``["computed"]``, and f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -28,29 +28,13 @@ from partir.graph import gives_gradient, is_call, is_getitem, layouts_of, operan
 from partir.law import first_split, is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
+from partir.passes.given import Given
 from partir.passes.place_parameters import check_vectors, note_of_copies, parameter_layout
 from partir.relayout import relayout
 from partir.rules.placement import Placement
 
 CAST = torch.ops.aten._to_copy.default
 Candidate = tuple[str | None, dict[SubFactor, tuple[str, ...]], str]
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the user and earlier compilations have fixed.
-
-    Args:
-        grads: placeholder name -> it gets a gradient.
-        parameters: placeholder name -> its dotted parameter name.
-        inputs: names of placeholders that the user passes at every call.
-        layouts: layouts by placeholder or node name that must be kept (earlier compiles, DTensor inputs, pins).
-    """
-
-    grads: Mapping[str, bool]
-    parameters: Mapping[str, str]
-    inputs: frozenset[str]
-    layouts: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from partir.graph import outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
 from partir.options import Options, budget_of
-from partir.passes.annotate_layouts import Given, annotate_layouts
+from partir.passes.annotate_layouts import annotate_layouts
 from partir.passes.bucket_vectors import bucket_vectors
 from partir.passes.choose_pads import choose_pads
 from partir.passes.decompose_ops import decompose_ops
@@ -32,6 +32,7 @@ from partir.passes.differentiate import Differentiated, Joint, extract, join, ma
 from partir.passes.expand_recipes import expand_recipes
 from partir.passes.factorise_dims import bind, factorise_dims
 from partir.passes.fit_memory import fit_memory, say
+from partir.passes.given import given_layouts
 from partir.passes.insert_collectives import insert_collectives
 from partir.passes.leave_padded import leave_padded
 from partir.passes.localize_shapes import localize_shapes
@@ -200,7 +201,7 @@ def _annotated(
     slots = {node.name: slot for node, slot in zip(placeholders(graph), traced.slots)}
     dtypes = {node.name: dtype_name(node.meta["val"].dtype) for node in placeholders(graph)}
     pinned = match_pins(options.pin, graph, {name: slot.name for name, slot in slots.items()}, mesh)
-    given = _given(slots, dtypes, training, pinned, parameter_layouts, input_layouts)
+    given = given_layouts(slots, dtypes, training, pinned, parameter_layouts, input_layouts)
     annotated = run.pass_("annotate_layouts", graph, lambda g: annotate_layouts(g, mesh, law, given, options.vectors), "annotated")
     check_pins(annotated, given.layouts, mesh)
     return annotated, slots
@@ -283,31 +284,6 @@ def _add_seed(graph_module: GraphModule) -> bool:
         seed = graph_module.graph.placeholder("seed")
     seed.meta = {"val": last.meta["val"].new_empty((2,), dtype=torch.int64, device="cpu"), "subdims": (((),),)}
     return True
-
-
-def _given(
-    slots: Mapping[str, InputSlot],
-    dtypes: Mapping[str, str],
-    training: bool,
-    pinned: Mapping[str, Layout],
-    parameter_layouts: Mapping[str, Layout],
-    input_layouts: Mapping[str, Layout],
-) -> Given:
-    grads = {name: training and slot.requires_grad for name, slot in slots.items()}
-    parameters = {name: slot.name for name, slot in slots.items() if slot.kind == "parameter"}
-    fixed = dict(pinned)
-    for name, slot in slots.items():
-        layout = parameter_layouts.get(slot.name) or input_layouts.get(slot.name)
-        if layout is not None:
-            fixed[name] = layout
-    fixed = {name: _with_grad(layout, grads.get(name, layout.grad), dtypes.get(name, layout.dtype)) for name, layout in fixed.items()}
-    inputs = frozenset(name for name, slot in slots.items() if slot.kind == "input")
-    return Given(grads, parameters, inputs, fixed)
-
-
-def _with_grad(layout: Layout, grad: bool, dtype: str) -> Layout:
-    """Return a layout for the present dtype: `model.bfloat16()` after the first call changes no block."""
-    return Layout(dtype, layout.dims, layout.pending, layout.varied if grad else (), grad, layout.owner)
 
 
 def _sharded_outputs(annotated: GraphModule, traced: Traced, outputs: str, training: bool) -> list[bool]:
