@@ -115,6 +115,12 @@ def test_a_program_in_which_an_op_runs_in_another_way_does_not_stand_for_a_mesh(
     assert not is_same_program(template.low, turned, Mesh.parse((1, 2, 2)))  # laid out for another mesh
 
 
+def test_a_padded_dim_that_is_only_summed_over_is_a_symbol_too() -> None:
+    model, x = nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)).to("meta"), torch.empty(9, 7, device="meta")
+    for one in partir.suggest_mesh(model, 6, x, by="bytes", axes=("x", "z"), modes=("low",), sure=None):
+        assert one.exact and one.bytes == partir.plan(model, one.mesh, x).bytes()
+
+
 def test_the_order_is_that_of_what_is_asked_for() -> None:
     received = [one.bytes for one in suggested()]
     assert received == sorted(received)

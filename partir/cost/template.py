@@ -6,13 +6,13 @@ sizes differ from mesh to mesh, so they are symbols here, beside the axes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from partir.cost.cost import Cost
 from partir.cost.lifetimes import blocks_of
@@ -159,13 +159,20 @@ def pad_symbols(compiled: Compiled | Lowered) -> tuple[dict[int, str], dict[str,
     """Return the symbols of a compilation's padded sizes: by the key of the padded sub-dim; their values; by (size, padded size)."""
     keys, values, names = dict[int, str](), dict[str, int](), dict[tuple[int, int], str]()
     for node in compiled.annotated.graph.nodes:
-        for dims, pads in zip(node.meta.get("subdims", ()), node.meta.get("result_pads", ())):
-            for subdims, present in zip(dims, pads):
-                for pad in present:
-                    name = names.setdefault((pad.size, pad.padded), f"n{pad.size}_{pad.padded}")
-                    values[name] = pad.padded
-                    keys |= {subdim.key: name for subdim in _padded_one(subdims, pad)}
+        for subdims, present in _padded_dims(node):
+            for pad in present:
+                name = names.setdefault((pad.size, pad.padded), f"n{pad.size}_{pad.padded}")
+                values[name] = pad.padded
+                keys |= {subdim.key: name for subdim in _padded_one(subdims, pad)}
     return keys, values, names
+
+
+def _padded_dims(node: Node) -> Iterator[tuple[Sequence[SubDim], Sequence[Pad]]]:
+    """Yield the sub-dims and the pads of the dims of a node's results, and of its factors: one that is summed over is in no result."""
+    for dims, pads in zip(node.meta.get("subdims", ()), node.meta.get("result_pads", ())):
+        yield from zip(dims, pads)
+    for factor, present in node.meta.get("pads", {}).items():
+        yield node.meta["factors"][factor], present
 
 
 def _padded_one(subdims: Sequence[SubDim], pad: Pad) -> list[SubDim]:
