@@ -3,9 +3,9 @@
 Before:  layers.0 -> layers.1 -> layers.2 -> ... -> layers.95 -> norm
 After:   layers.0 -> layers.1 -> layers.2 -> layers.3 -> norm            layers.2 stands for 93
 
-A layer repeats the one before it where both make the same calls of the same shapes on the same things: their own values and
-parameters, the values of the layer before, or a value of no layer. The first layers that differ are kept; then one that stands between
-two of its kind stands for all that are left out. Layers with an odd number of products are laid out in turns, as the direction of their
+A layer repeats the one before it where both make the same calls of the same shapes on the same things, gradients flowing through the
+same of them: their own values and parameters, the values of the layer before, or a value of no layer. The first layers that differ are
+kept; then one that stands between two of its kind stands for all that are left out. Layers with an odd number of products are laid out in turns, as the direction of their
 input is y or z: two between two then stand for all (a period of 2). `is_periodic` says whether a period was right.
 
 Requires: trace. Ensures: slots and outputs of what was left out are gone; ``counts`` says how many layers each kept one stands for.
@@ -94,9 +94,12 @@ class _Stack:
         self.layers: dict[str, dict[int, list[Node]]] = {}
         self.place: dict[Node, tuple[str, int, int]] = {}
         self.parameters: dict[Node, str] = {}
+        self.takes_gradient: dict[Node, bool] = {}
         for node in self.graph.nodes:
             if node.op == "output":
                 continue
+            trained = node.op == "placeholder" and slots[node].requires_grad
+            self.takes_gradient[node] = trained or any(self.takes_gradient[read] for read in node.all_input_nodes)
             path = _layer(_path_of_slot(slots[node], node) if node.op == "placeholder" else module_path(node.meta))
             if path is None:
                 continue
@@ -130,8 +133,9 @@ class _Stack:
     def _call(self, node: Node, prefix: str, number: int) -> Any:
         shapes = [(tuple(result.shape), result.dtype) for result in results_of(node)]
         if node.op == "placeholder":
-            return "parameter", self.parameters[node], shapes
-        return str(node.target), _plain((node.args, node.kwargs), partial(self._name, prefix, number)), shapes
+            return "parameter", self.parameters[node], shapes, self.takes_gradient[node]
+        flows = [self.takes_gradient[read] for read in node.all_input_nodes]
+        return str(node.target), _plain((node.args, node.kwargs), partial(self._name, prefix, number)), shapes, flows
 
     def _name(self, prefix: str, number: int, read: Node) -> Any:
         place = self.place.get(read)

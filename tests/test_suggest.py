@@ -173,6 +173,18 @@ def test_layers_that_differ_are_kept() -> None:
     assert fold_layers(traced).traced is traced
 
 
+def test_layers_that_are_frozen_do_not_stand_for_trained_ones() -> None:
+    model, args, kwargs = gpt(num_layers=8)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0.", "blocks.1.", "blocks.2.")))
+    traced = trace(model, args, kwargs)
+    assert fold_layers(traced).counts == {"blocks.5": 2}  # the first that is trained hands no gradient on
+    for one in partir.suggest_mesh(model, 2, args, kwargs, by="bytes", axes=("x", "y"), modes=("low",), sure=None):
+        plan = partir.plan(model, one.mesh, args, kwargs)
+        assert one.bytes == plan.bytes()
+        assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=5e-3)
+
+
 def test_a_product_on_its_best_mesh_is_at_the_bound() -> None:
     model = nn.Linear(4096, 16384, bias=False, device="meta")
     rows = torch.empty(8192, 4096, device="meta")
