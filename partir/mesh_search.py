@@ -1,6 +1,7 @@
 """The search behind `partir.suggest_mesh`: one trace, and a template for each class of meshes, compiled when a mesh asks for it.
 
-A mesh with an axis of one rank is estimated from a class with more axes until its own is compiled.
+Until its own class is compiled a mesh is estimated: one with an axis of one rank from a class with more axes, one on which other sizes
+divide as if they all did.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from partir.records import collectives_of
 from partir.rules.placement import placement
 from partir.suggestions import Suggestion
 
-Place = tuple[int, dict[str, int]]
-"""The number of a template, and the values of its symbols."""
+Place = tuple[int, dict[str, int], bool]
+"""The number of a template, the values of its symbols, and whether the mesh is of another class."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class Estimate:
         suggestion: exact, or evaluated on a program of more axes.
         least_seconds: that a step may take.
         alike: no op runs in another way than in the program that it was evaluated on.
+        relaxed: it was evaluated as if sizes divided that do not.
     """
 
     suggestion: Suggestion
     least_seconds: float
     alike: bool
+    relaxed: bool = False
 
 
 @dataclass
@@ -97,36 +100,39 @@ class Search:
         while folded is not self.folded:  # a class that is not periodic folds the layers anew
             folded = self.folded
             places = [self._place(mesh) for mesh in meshes]
-        classes: dict[tuple[int, tuple[str, ...]], list[tuple[Mesh, dict[str, int]]]] = {}
+        classes: dict[tuple[int, tuple[str, ...]], list[tuple[Mesh, Place]]] = {}
         found: list[Estimate] = []
         for mesh, place in zip(meshes, places, strict=True):
             if place is None:
                 found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0.0, True) for mode in self.modes]
             else:
-                classes.setdefault((place[0], mesh.split_axes()), []).append((mesh, place[1]))
+                classes.setdefault((place[0], mesh.split_axes()), []).append((mesh, place))
         for (number, _), members in classes.items():
             for mode in self.modes:
                 found += self._evaluated(number, mode, members)
         return found
 
-    def _evaluated(self, number: int, mode: str, members: Sequence[tuple[Mesh, dict[str, int]]]) -> list[Estimate]:
+    def _evaluated(self, number: int, mode: str, members: Sequence[tuple[Mesh, Place]]) -> list[Estimate]:
         """Return the suggestions of a template for some meshes; each is made once, for other classes do not change it."""
-        new = [(mesh, values) for mesh, values in members if (number, mode, mesh) not in self._known]
+        new = [(mesh, place[1]) for mesh, place in members if (number, mode, mesh) not in self._known]
         if new:
             made = self.templates[number].evaluate(mode, [mesh for mesh, _ in new], [values for _, values in new], self._fleet)
             self._known.update({(number, mode, mesh): one for (mesh, _), one in zip(new, made, strict=True)})
-        return [self._estimate(number, mode, mesh) for mesh, _ in members]
+        return [self._estimate(number, mode, mesh, place[2]) for mesh, place in members]
 
-    def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
+    def _estimate(self, number: int, mode: str, mesh: Mesh, relaxed: bool) -> Estimate:
         template, one = self.templates[number], self._known[number, mode, mesh]
-        exact = template.mesh.split_axes() == mesh.split_axes() or (number, mesh) in self._proven
+        exact = not relaxed and (template.mesh.split_axes() == mesh.split_axes() or (number, mesh) in self._proven)
         suggestion = Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact)
-        return Estimate(suggestion, one.least_seconds, not template.other_forms(mesh.split_axes()))
+        return Estimate(suggestion, one.least_seconds, not template.other_forms(mesh.split_axes()), relaxed)
 
     def make_sure(self, mesh: Mesh) -> None:
-        """Prove that the program which stands for a mesh is, without the axes that it lacks, its own; or compile for fewer axes."""
+        """Compile for the class of a mesh that was evaluated on another; or prove that the program which stands for it is, without the axes
+        that it lacks, its own; or compile for fewer axes.
+        """
         place = self._template(mesh)
-        assert place is not None, "only what was found can be made sure of"
+        if place is None:
+            return self._compile_class(mesh)
         template = self.templates[place[0]]
         laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
         if not template.padded and is_same_program(template.low, laid_out, mesh):
@@ -138,26 +144,40 @@ class Search:
         """Return the template that stands for a mesh, that of the fewest axes before others; None: it fails."""
         if mesh in self._failed:
             return None
-        found = self._template(mesh)
+        found = self._template(mesh) or self._relaxed(mesh)
         if found is None:
             self._compile_class(mesh)
-            found = self._template(mesh)
+            found = self._template(mesh) or self._relaxed(mesh)
         return found
 
     def _template(self, mesh: Mesh) -> Place | None:
-        padded, axes = self._padded(mesh), set(mesh.split_axes())
-        wider = [n for n, template in enumerate(self.templates) if set(template.mesh.split_axes()) >= axes]
-        for number in sorted(wider, key=lambda n: len(self.templates[n].mesh.split_axes())):
+        padded = self._padded(mesh)
+        for number in self._wider(mesh):
             sizes = self.templates[number].sizes(mesh, padded)
             if sizes is not None:
-                return number, sizes
+                return number, sizes, False
         return None
+
+    def _relaxed(self, mesh: Mesh) -> Place | None:
+        """Return the template that stands for a mesh as if all sizes divided: the one of fewest axes and the most alike pads."""
+        padded = self._padded(mesh)
+        numbers = sorted(self._wider(mesh), key=lambda n: len(set(self.templates[n].padded) ^ set(padded)))
+        return (numbers[0], self.templates[numbers[0]].relaxed(mesh, padded), True) if numbers else None
+
+    def _wider(self, mesh: Mesh) -> list[int]:
+        """Return the numbers of the templates of all axes of a mesh, those of the fewest more first."""
+        axes = set(mesh.split_axes())
+        wider = [n for n, template in enumerate(self.templates) if set(template.mesh.split_axes()) >= axes]
+        return sorted(wider, key=lambda n: len(self.templates[n].mesh.split_axes()))
 
     def _compile_class(self, mesh: Mesh) -> None:
         """Compile for all axes where that serves the mesh too, or for its own; of the smallest sizes, on which most sizes divide.
 
-        Where a program of the smallest sizes is there and another class, the mesh's own sizes are what makes the difference.
+        Where a program of the smallest sizes is there and another class, the mesh's own sizes are what makes the difference. The first is
+        for all axes and the smallest sizes, for most meshes are estimated from it.
         """
+        if not self.templates and self._compiles(self._widened(_smallest(mesh))):
+            return
         axes, padded = set(mesh.split_axes()), set(self._padded(mesh))
         divided = [one for one in self.templates if set(one.mesh.split_axes()) >= axes and set(one.padded) == padded]
         sizes = [mesh] if divided else [_smallest(mesh), mesh]
@@ -169,14 +189,17 @@ class Search:
         for like in dict.fromkeys(likes):
             if like in known or set(self._padded(like)) != set(padded):
                 continue
-            try:
-                self.templates.append(self._compile(like))
-            except PartirError as error:
-                self._failed[like] = str(error)
-                continue
-            if self.templates[-1].sizes(mesh, padded) is not None:
+            if self._compiles(like) and self.templates[-1].sizes(mesh, padded) is not None:
                 return
         self._failed.setdefault(mesh, "its program is of no known class")
+
+    def _compiles(self, mesh: Mesh) -> bool:
+        """Compile for a mesh; where that fails, note why."""
+        try:
+            self.templates.append(self._compile(mesh))
+        except PartirError as error:
+            self._failed[mesh] = str(error)
+        return mesh not in self._failed
 
     def _widened(self, mesh: Mesh, template: Template | None = None) -> Mesh:
         """Return a mesh with two ranks along the axes that it lacks; of those of a template, the ones that change no op's form."""

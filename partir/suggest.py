@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -37,6 +38,7 @@ KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
 MARGIN = 0.02  # how far an estimate may be off
 ESTIMATES = {"time": 0.05, "bytes": 0.05, "memory": 0.2}  # and where ops run in another way than in the program it is from
+RELAXED = 0.25  # and where it is as if sizes divided that do not: what that needs besides is more, nearly always
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
 
@@ -149,7 +151,12 @@ def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | N
     """Return an estimate that matters: among the best, perhaps the best, or so near to the budget that it may fit or not."""
     open_ones = {one.suggestion: one for one in estimates if not one.suggestion.exact and not one.suggestion.why}
     ranked = _fitting([one.suggestion for one in estimates], budget, by)
-    near = [one for one, estimate in open_ones.items() if abs(one.memory / budget - 1) < _margin(estimate, "memory")]
+    last = getattr(ranked[:sure][-1], KEYS[by]) if ranked and sure is not None else math.inf
+    near = [
+        one
+        for one, estimate in open_ones.items()
+        if abs(one.memory / budget - 1) < _margin(estimate, "memory") and _least(estimate, by) < last
+    ]
     perhaps = [one for one in ranked if one in open_ones and _least(open_ones[one], by) < getattr(ranked[0], KEYS[by])]
     return next((one for one in [*ranked[:sure], *perhaps, *near] if one in open_ones), None)
 
@@ -161,7 +168,7 @@ def _least(estimate: Estimate, by: str) -> float:
 
 
 def _margin(estimate: Estimate, by: str) -> float:
-    return MARGIN if estimate.alike else ESTIMATES[by]
+    return RELAXED if estimate.relaxed else MARGIN if estimate.alike else ESTIMATES[by]
 
 
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:
