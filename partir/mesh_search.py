@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from partir.cost.cost import Cost, cost_in_symbols, sizes_of
+from partir.cost.prices import Fleet
 from partir.cost.sizes import ProgramSizes
-from partir.cost.step_seconds import Fleet
 from partir.cost.symbols import input_symbols
 from partir.cost.template import Figures, Padded, Template, pad_symbols, parts_of
 from partir.errors import PartirError
@@ -100,14 +100,14 @@ class Search:
         while folded is not self.folded:  # a class that is not periodic folds the layers anew
             folded = self.folded
             places = [self._place(mesh) for mesh in meshes]
-        classes: dict[tuple[int, tuple[str, ...]], list[tuple[Mesh, Place]]] = {}
+        of_templates: dict[int, list[tuple[Mesh, Place]]] = {}
         found: list[Estimate] = []
         for mesh, place in zip(meshes, places, strict=True):
             if place is None:
                 found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0.0, True) for mode in self.modes]
             else:
-                classes.setdefault((place[0], mesh.split_axes()), []).append((mesh, place))
-        for (number, _), members in classes.items():
+                of_templates.setdefault(place[0], []).append((mesh, place))
+        for number, members in of_templates.items():
             for mode in self.modes:
                 found += self._evaluated(number, mode, members)
         return found

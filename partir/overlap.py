@@ -11,16 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partir.collectives import split_axes
-from partir.graph import is_collective, is_getitem, is_view, operands
+from partir.calls import Call, calls_of, is_light
 from partir.mesh import Mesh
-from partir.records import axis_of, message_of
 
 AHEAD = 4
 """Messages under way at once that something will read, so that memory holds no more than their results."""
@@ -36,7 +32,7 @@ def start_early_wait_late(graph: Graph) -> None:
     is left to do for that result is done then.
     """
     nodes = list(graph.nodes)
-    turns = {node: Turn(node, node.meta.get("message", "call")) for node in nodes}
+    turns = {node: Turn(node, node.meta.get("message", "call"), is_light(node)) for node in nodes}
     for node, turn in turns.items():
         turn.read([turns[read] for read in node.all_input_nodes])
     order = [turn.node for turn in _ordered([turns[node] for node in nodes])]
@@ -51,12 +47,14 @@ class Turn:
     Args:
         node: of the graph.
         kind: ``"start"`` and ``"wait"`` of a message, or ``"call"``.
+        light: a call that computes nothing.
         reads: whose results it needs; those of a wait are the start alone.
         users: that need its result.
     """
 
     node: Node
     kind: str
+    light: bool = False
     reads: list[Turn] = field(default_factory=list["Turn"])
     users: list[Turn] = field(default_factory=list["Turn"])
 
@@ -78,26 +76,26 @@ def as_run(graph_module: GraphModule, mesh: Mesh) -> tuple[Turn, ...]:
     """
     known = _orders.setdefault(graph_module, {})
     if mesh not in known:
-        known[mesh] = tuple(turn for turn in _ordered(_turns(graph_module.graph, mesh)) if turn.node.op == "call_function")
+        known[mesh] = tuple(turn for turn in _ordered(_turns(calls_of(graph_module).values(), mesh)) if turn.node.op == "call_function")
     return known[mesh]
 
 
-def _turns(graph: Graph, mesh: Mesh) -> list[Turn]:
-    """Return what a rank does for the nodes of a graph, in their order; what nothing reads is left out."""
+def _turns(calls: Iterable[Call], mesh: Mesh) -> list[Turn]:
+    """Return what a rank does for the calls of a graph, in their order; what nothing reads is left out."""
     made: dict[Node, Turn] = {}
     turns: list[Turn] = []
-    for node in graph.nodes:
-        reads = [made[read] for read in node.all_input_nodes]
-        if is_getitem(node) and node in made:
+    for call in calls:
+        node = call.node
+        if call.is_item and node in made:
             continue  # of a bucket in groups of one
-        if is_collective(node) and operands(node) and mesh.extent(split_axes(axis_of(node))) == 1:
-            made |= _handed_on(node, made)
+        if call.operands and mesh.extent(call.axes or ()) == 1:
+            made |= _handed_on(call, made)
             continue
-        turn = Turn(node, "call")
-        turn.read(dict.fromkeys(reads))
+        turn = Turn(node, "call", call.is_light)
+        turn.read(dict.fromkeys([made[read] for read in call.reads]))
         made[node] = turn
         turns.append(turn)
-        if is_collective(node) and message_of(node, mesh)[1]:
+        if call.operands and call.moves(mesh):
             turn.kind = "start"
             made[node] = Turn(node, "wait")
             made[node].read([turn])
@@ -105,11 +103,10 @@ def _turns(graph: Graph, mesh: Mesh) -> list[Turn]:
     return turns
 
 
-def _handed_on(node: Node, made: Mapping[Node, Turn]) -> dict[Node, Turn]:
+def _handed_on(call: Call, made: Mapping[Node, Turn]) -> dict[Node, Turn]:
     """Return what is read in place of a collective in groups of one rank: its operand, of a bucket each item's."""
-    reads = [made[read] for read in operands(node)]
-    items = {user: reads[cast(int, user.args[1])] for user in node.users if is_getitem(user)}
-    return {node: reads[0], **items}
+    reads = [made[read] for read in call.operands]
+    return {call.node: reads[0], **{item: reads[number] for item, number in call.items}}
 
 
 def _ordered(turns: Sequence[Turn]) -> list[Turn]:
@@ -196,15 +193,10 @@ def _finishing(turns: Sequence[Turn]) -> set[Turn]:
     """Return the waits on the way to results, and what lies between them and the results: other messages, views, casts; no computation."""
     found: set[Turn] = set()
     for turn in reversed(turns):
-        if turn.users and all(user.node.op == "output" or user in found for user in turn.users) and _is_light(turn):
+        if turn.users and all(user.node.op == "output" or user in found for user in turn.users) and (turn.light or turn.kind != "call"):
             found.add(turn)
     after: set[Turn] = set()
     for turn in turns:
         if turn in found and (turn.kind == "wait" or any(read in after for read in turn.reads)):
             after.add(turn)
     return after
-
-
-def _is_light(turn: Turn) -> bool:
-    node = turn.node
-    return turn.kind != "call" or is_getitem(node) or is_view(node) or node.target is torch.ops.aten._to_copy.default

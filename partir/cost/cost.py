@@ -12,7 +12,7 @@ every mesh and batch on which the compiler lays things out in the same way: that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -97,7 +97,7 @@ class Cost:
         return {kind: found[kind] for kind in KINDS}
 
     def _peak_place(self) -> tuple[str, int]:
-        peaks = {stage: peak(self.blocks, stage, self.values) for stage in ("forward", "backward")}
+        peaks = {stage: peak(self.blocks, stage, lambda size: size.value(self.values)) for stage in ("forward", "backward")}
         stage = max(peaks, key=lambda name: float(_number(peaks[name][0])))
         return stage, int(_number(peaks[stage][1]))
 
@@ -109,13 +109,17 @@ class Cost:
         """
         self._check("peak_memory", sizes or {})
         at = {**self.values, **(sizes or {})}
-        held: Any = sum((h.value(at) for h, _ in self.parameters), 0)
-        trained: Any = sum((h.value(at) for h, t in self.parameters if t), 0)
-        peaks = [peak(self.blocks, stage, at)[0] for stage in ("forward", "backward")]
-        most = peaks[0] + (peaks[1] - peaks[0]) * (peaks[1] > peaks[0])
-        step = trained  # the optimizer's step holds every gradient and nothing of the forward
-        result = held + MOMENTS * trained + most + (step - most) * (step > most)
+        result = self.peak_of(lambda size: size.value(at))
         return result if sizes and any(hasattr(v, "shape") for v in sizes.values()) else float(_number(result))
+
+    def peak_of(self, bytes_of: Callable[[Monomial], Any]) -> Any:
+        """Return the most bytes that one rank holds in a step; ``bytes_of``: the value of a monomial, a number or an array."""
+        held: Any = sum((bytes_of(one) for one, _ in self.parameters), 0)
+        step: Any = sum((bytes_of(one) for one, trained in self.parameters if trained), 0)
+        peaks = [peak(self.blocks, stage, bytes_of)[0] for stage in ("forward", "backward")]
+        most = peaks[0] + (peaks[1] - peaks[0]) * (peaks[1] > peaks[0])
+        # the optimizer's step holds every gradient and nothing of the forward
+        return held + MOMENTS * step + most + (step - most) * (step > most)
 
     def value(self, expression: sympy.Expr, **sizes: int) -> int:
         """Return an expression's value for these sizes of symbols; what is not given is the plan's own.

@@ -9,22 +9,20 @@ from there to its wait, and a result that must be put together from rows once mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
-import torch
 from torch.fx import GraphModule, Node
 
-from partir.cost.messages import adds_up_rows, copies_of, is_same
-from partir.cost.monomial import Monomial, Values
-from partir.errors import module_path
-from partir.graph import is_collective, is_getitem, is_view, operands
+from partir.calls import calls_of
+from partir.cost.messages import RENAMES, adds_up_rows, copies_of
+from partir.cost.monomial import Monomial
+from partir.graph import collective_name, operands
 from partir.mesh import Mesh
 from partir.overlap import as_run
 from partir.program import Program
-from partir.records import layer_of
 
 SAVED, GRADIENTS, TEMPORARY, OUTPUTS = "saved activations", "gradients", "temporaries", "outputs"
 Storage = tuple[str, int]
@@ -78,6 +76,7 @@ class _Stage:
 
     def __init__(self, module: GraphModule, stage: str, mesh: Mesh, sizes: Held, counts: Mapping[str, int]) -> None:
         self.module, self.stage, self.mesh, self.sizes, self.counts = module, stage, mesh, sizes, counts
+        self.calls = calls_of(module)
         self.order = as_run(module, mesh)
         self.place = {turn: number for number, turn in enumerate(self.order)}
         self.end = len(self.order)
@@ -95,12 +94,12 @@ class _Stage:
         found: list[Block] = []
         for number, turn in enumerate(self.order):
             made = turn.node
-            if turn.kind == "wait" or is_getitem(made) or self._is_other_name(made):
+            if turn.kind == "wait" or self.calls[made].is_item or self._is_other_name(made):
                 continue
             for place, held in enumerate(self.sizes.bytes_of(made)):
                 storage = (made.name, place)
                 last = self.end if storage in kept else dies.get(storage, number)
-                many = self.counts.get(layer_of(module_path(made.meta)), 1) if storage in kept else 1
+                many = self.counts.get(self.calls[made].layer, 1) if storage in kept else 1
                 found.append(Block(kept.get(storage, TEMPORARY), held, self.stage, number, last, made.name, many))
             found += self._copies(made, number)
         return found
@@ -108,7 +107,7 @@ class _Stage:
     def _last_reads(self) -> dict[Storage, int]:
         found: dict[Storage, int] = {}
         for number, turn in enumerate(self.order):
-            for read in [turn.node] if turn.kind == "wait" else turn.node.all_input_nodes:
+            for read in (turn.node,) if turn.kind == "wait" else self.calls[turn.node].reads:
                 found[self._storage(read)] = number
         return found
 
@@ -130,34 +129,38 @@ class _Stage:
         return self._storages[node]
 
     def _find_storage(self, node: Node) -> Storage:
-        whole = _whole(node) if is_getitem(node) else node
+        call = self.calls[node]
+        whole = _whole(node) if call.is_item else node
         if not self._is_other_name(whole):
-            return whole.name, cast(int, node.args[1]) if whole is not node else 0
-        if whole is not node and is_collective(whole):  # of a bucket in groups of one
-            return self._storage(operands(whole)[cast(int, node.args[1])])
-        return self._storage(whole.all_input_nodes[0])
+            return whole.name, cast(int, node.args[1]) if call.is_item else 0
+        if call.is_item and self.calls[whole].axes is not None:  # of a bucket in groups of one
+            return self._storage(self.calls[whole].operands[cast(int, node.args[1])])
+        return self._storage(self.calls[whole].reads[0])
 
     def _is_other_name(self, node: Node) -> bool:
+        """Return whether a call's result is its operand: a view, another type of a collective's, a group of one rank."""
         if node not in self._other_names:
-            self._other_names[node] = is_same(node, self.mesh) if is_collective(node) else _is_view(node)
+            call = self.calls[node]
+            alone = bool(call.operands) and (self.mesh.extent(call.axes or ()) == 1 or collective_name(node) in RENAMES)
+            self._other_names[node] = alone if call.axes is not None else call.is_view
         return self._other_names[node]
 
 
-def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
+def peak(blocks: Sequence[Block], stage: str, bytes_of: Callable[[Monomial], Any]) -> tuple[Any, Any]:
     """Return the most bytes that the blocks of a stage take together, and the number of the node at which they do.
 
     Args:
-        sizes: numbers, or arrays of one length, for as many results.
+        bytes_of: the value of a monomial: a number, or an array of one length for as many results.
     """
     mine = [block for block in blocks if block.stage == stage]
     if not mine:
         return 0, 0
-    length = max(block.dies for block in mine) + 3
-    amounts = [np.atleast_1d(np.asarray(block.bytes.value(sizes) * block.count, dtype=np.float64)) for block in mine]
-    change = np.zeros((length, max(len(amount) for amount in amounts)))
-    for block, amount in zip(mine, amounts, strict=True):
-        change[block.born + 1] += amount
-        change[block.dies + 2] -= amount
+    counts = np.array([block.count for block in mine], dtype=np.float64)
+    values = np.broadcast_arrays(*(np.atleast_1d(np.asarray(bytes_of(block.bytes), dtype=np.float64)) for block in mine))
+    amounts = np.stack(values) * counts[:, None]
+    change = np.zeros((max(block.dies for block in mine) + 3, amounts.shape[1]))
+    np.add.at(change, [block.born + 1 for block in mine], amounts)
+    np.subtract.at(change, [block.dies + 2 for block in mine], amounts)
     held = np.cumsum(change, axis=0)
     return held.max(axis=0), held.argmax(axis=0) - 1
 
@@ -165,13 +168,3 @@ def peak(blocks: Sequence[Block], stage: str, sizes: Values) -> tuple[Any, Any]:
 def _whole(item: Node) -> Node:
     """Return the call of several results of which ``item`` is one."""
     return cast(Node, item.args[0])
-
-
-def _is_view(node: Node) -> bool:
-    return _looks(node) if node.target is torch.ops.aten.reshape.default else is_view(node)
-
-
-def _looks(node: Node) -> bool:
-    """Return whether a reshape looks at its operand: as a fake one does."""
-    read, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return read.is_contiguous() or made.stride() == read.stride()

@@ -12,12 +12,7 @@ from partir.graph import collective_name, operands, tensor_of
 from partir.mesh import Mesh
 
 RENAMES = ("spread", "settle")
-
-
-def is_same(node: Node, mesh: Mesh) -> bool:
-    """Return whether a collective's result is its operand: it is but another type, or a group of one."""
-    name = collective_name(node)
-    return bool(operands(node)) and (name in RENAMES or mesh.extent(split_axes(_argument(node, "axis"))) == 1)
+"""Collectives whose result is their operand under another type."""
 
 
 def copies_of(node: Node, mesh: Mesh) -> tuple[bool, bool]:
@@ -54,6 +49,7 @@ def _by_rank(axes: tuple[str, ...], mesh: Mesh) -> bool:
 
 
 def _argument(node: Node, name: str) -> Any:
-    schema = cast(Any, node.target)._schema.arguments
-    given = {**{argument.name: argument.default_value for argument in schema}, **dict(zip((a.name for a in schema), node.args))}
-    return {**given, **node.kwargs}[name]
+    if name in node.kwargs:
+        return node.kwargs[name]
+    place, argument = next((n, one) for n, one in enumerate(cast(Any, node.target)._schema.arguments) if one.name == name)
+    return node.args[place] if place < len(node.args) else argument.default_value

@@ -6,71 +6,54 @@ it enters the next, its messages and those of its neighbours under way meanwhile
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from partir.cost.cost import Cost
-from partir.cost.received import Received
-from partir.cost.work import Work
-from partir.hardware import Hardware
+from partir.cost.prices import Prices
 from partir.layer_span import Span
-from partir.link_routes import Route, route_of
-from partir.mesh import Mesh
 from partir.records import Stage
-from partir.timing import compute_seconds
 
 Step = tuple[str, str, int]
 """``("start" | "wait" | "compute", node, number of the cost's Received or Work)``."""
 
 
-@dataclass(frozen=True, eq=False)
-class Fleet:
-    """Meshes on one hardware, and the routes of their messages, found once.
+class Steps:
+    """What a rank does in one stage: its messages one by one, and all computation between two of them at once.
 
     Args:
-        hardware: that all of them run on.
+        steps: in order.
+        layers: of each of the cost's works.
     """
 
-    hardware: Hardware
-    _routes: dict[tuple[Mesh, tuple[str, ...], str], Route | None] = field(default_factory=dict[Any, "Route | None"])
+    def __init__(self, steps: Sequence[Step], layers: Sequence[str]) -> None:
+        self.works: list[int] = []
+        self.events: list[tuple[str, str, int, int]] = []
+        entered: set[str] = set()
+        for kind, name, number in steps:
+            if kind != "compute":
+                self.events.append((kind, name, number, len(self.works)))
+                continue
+            if layers[number] not in entered:
+                entered.add(layers[number])
+                self.events.append(("enter", layers[number], number, len(self.works)))
+            self.works.append(number)
+        self.events.append(("enter", "end", 0, len(self.works)))
 
-    def route(self, mesh: Mesh, axes: tuple[str, ...], op: str) -> Route | None:
-        """Return how messages of a collective go; None where the group is one rank."""
-        key = (mesh, axes, op)
-        if key not in self._routes:
-            present = tuple(axis for axis in axes if mesh[axis] > 1)
-            self._routes[key] = route_of(self.hardware, mesh, present, op) if present else None
-        return self._routes[key]
 
-
-def step_seconds(
-    cost: Cost,
-    steps: Mapping[Stage, Sequence[Step]],
-    spans: Sequence[Span],
-    meshes: Sequence[Mesh],
-    sizes: Mapping[str, Any],
-    fleet: Fleet,
-    free: Collection[str] = (),
-) -> Any:
+def step_seconds(steps: Mapping[Stage, Steps], spans: Sequence[Span], prices: Prices) -> Any:
     """Return the seconds of a step, an array with one number for each mesh.
 
     Args:
-        cost: that the steps' numbers refer to.
-        steps: by stage, what a rank does in order.
+        steps: by stage.
         spans: of layers that stand for others.
-        meshes: which may lack axes of the template: their messages do not happen.
-        sizes: the value of each symbol, an array with one number for each mesh.
-        fleet: of the hardware.
-        free: origins of works that take no time.
+        prices: of messages and works on each mesh. A mesh may lack axes of the template: their messages do not happen.
     """
-    prices = _Prices(cost, meshes, sizes, fleet, frozenset(free))
-    total: Any = np.zeros(len(meshes))
+    total: Any = 0.0
     for stage, played in steps.items():
-        seconds, entered = _play(played, prices)
-        total = total + seconds
+        entered = _play(played, prices)
+        total = total + entered["end"]
         for span in spans:
             total = total + (span.times - 1) * _passage(stage, span, entered)
     return total
@@ -83,66 +66,29 @@ def _passage(stage: Stage, span: Span, entered: Mapping[str, Any]) -> Any:
     return entered[layers[1]] - entered[layers[0]] if all(layer in entered for layer in layers) else 0.0
 
 
-def _play(steps: Sequence[Step], prices: _Prices) -> tuple[Any, dict[str, Any]]:
-    """Return the seconds of a stage, and those at which the stream enters each layer."""
-    now: Any = np.zeros(len(prices.meshes))
-    free: Any = np.zeros((len(prices.fleet.hardware.links), len(prices.meshes)))
-    every = np.arange(len(prices.meshes))
+def _play(steps: Steps, prices: Prices) -> dict[str, Any]:
+    """Return the seconds at which the stream enters each layer, and ``"end"``."""
+    every = np.arange(prices.columns)
+    computed = np.vstack([np.zeros(prices.columns), np.cumsum(prices.works[steps.works], axis=0)])
+    now, done = computed[0], 0
+    free: Any = np.zeros((prices.levels, prices.columns))
     arrivals: dict[str, Any] = {}
     entered: dict[str, Any] = {}
-    for kind, name, number in steps:
-        if kind == "compute":
-            entered.setdefault(prices.cost.work[number].layer, now)
-            now = now + prices.compute(number)
+    for kind, name, number, place in steps.events:
+        if place != done:
+            now, done = now + (computed[place] - computed[done]), place
+        if kind == "enter":
+            entered[name] = now
         elif kind == "wait":
             now = np.maximum(now, arrivals[name])
         else:
-            seconds, level = prices.message(number)
+            seconds, level, there = prices.messages[number]
             arrival = np.maximum(now, free[level, every]) + seconds
-            there = seconds > 0
-            free[level, every] = np.where(there, arrival, free[level, every])
-            arrivals[name] = np.where(there, arrival, 0.0)
-            now = now + seconds * (1 - prices.fleet.hardware.efficiency.overlap)
-    return now, entered
-
-
-class _Prices:
-    """Seconds of the messages and the works of a cost, each kind computed once."""
-
-    def __init__(self, cost: Cost, meshes: Sequence[Mesh], sizes: Mapping[str, Any], fleet: Fleet, free: frozenset[str]) -> None:
-        self.cost, self.meshes, self.sizes, self.fleet, self.free = cost, meshes, sizes, fleet, free
-        self._messages: dict[Any, tuple[Any, Any]] = {}
-        self._works: dict[Any, Any] = {}
-
-    def message(self, number: int) -> tuple[Any, Any]:
-        """Return the seconds of a message, 0 where there is none, and the level of its links."""
-        one = self.cost.received[number]
-        key = (one.record.op, one.axes, one.parts, one.itemsize)
-        if key not in self._messages:
-            self._messages[key] = self._message(one)
-        return self._messages[key]
-
-    def _message(self, one: Received) -> tuple[Any, Any]:
-        routes = [self.fleet.route(mesh, one.axes, one.record.op) for mesh in self.meshes]
-        waits = np.array([route.seconds if route else 0.0 for route in routes])
-        rates = np.array([route.bandwidth if route else np.inf for route in routes])
-        levels = np.array([route.level if route else 0 for route in routes])
-        received = np.floor(one.value(self.sizes) + np.zeros(len(routes)))
-        return waits + received / rates, levels
-
-    def compute(self, number: int) -> Any:
-        """Return the seconds of a work."""
-        one = self.cost.work[number]
-        if one.origin in self.free:
-            return 0.0
-        key = (one.flops, one.memory, one.dtype, one.axes)
-        if key not in self._works:
-            self._works[key] = self._compute(one)
-        return self._works[key]
-
-    def _compute(self, one: Work) -> Any:
-        flops, moved = np.floor(one.flops.value(self.sizes)), np.floor(one.memory_value(self.sizes))
-        arithmetic = flops if one.flops.coefficient else 0
-        seconds = compute_seconds(self.fleet.hardware, arithmetic, one.dtype, moved)
-        idle = [bool(one.axes) and mesh.extent(one.axes) == 1 for mesh in self.meshes]
-        return np.where(idle, 0.0, seconds)
+            if there is None:
+                free[level, every] = arrival
+            else:
+                free[level, every] = np.where(there, arrival, free[level, every])
+                arrival = np.where(there, arrival, 0.0)
+            arrivals[name] = arrival
+            now = now + seconds * prices.held_up
+    return entered

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from partir.cost.cost import Cost
 from partir.cost.lifetimes import blocks_of
 from partir.cost.monomial import Monomial
 from partir.cost.sizes import ProgramSizes
-from partir.cost.step_seconds import Fleet, Step, step_seconds
+from partir.cost.prices import Fleet, Prices, prices_of
+from partir.cost.step_seconds import Step, Steps, step_seconds
 from partir.dims import Dim
 from partir.layout import Layout
 from partir.mesh import Mesh
@@ -82,7 +82,8 @@ class Template:
             program = replace(self.programs[memory], mesh=without(self.mesh, axes))
             blocks = blocks_of(program, self.sizes_of[memory], self.folded.counts)
             cost = replace(self.costs[memory], blocks=blocks)
-            self._runs[key] = Run(cost, steps_of(program, cost))
+            layers = [one.layer for one in cost.work]
+            self._runs[key] = Run(cost, {stage: Steps(steps, layers) for stage, steps in steps_of(program, cost).items()})
         return self._runs[key]
 
     def sizes(self, mesh: Mesh, padded: Padded) -> dict[str, int] | None:
@@ -119,20 +120,28 @@ class Template:
 
         Args:
             memory: the mode.
-            meshes: of the same axes of more than one rank.
+            meshes: whose axes of more than one rank the template has.
             sizes: the values of the symbols on each.
             fleet: of the hardware.
         """
-        axes = meshes[0].split_axes()
-        run, other = self.run(memory, axes), self.other_forms(axes)
-        known = run.cost.values
-        at = {name: np.array([one.get(name, known.get(name, 1)) for one in sizes]) for name in known}
-        received = sum((one.value(at) * one.count for one in run.cost.received), np.zeros(len(sizes)))
-        played = partial(step_seconds, run.cost, run.steps, self.folded.spans, meshes, at, fleet)
-        seconds = played()
-        least = played(other) if other else seconds
-        held = run.cost.peak_memory(at)
-        return [Figures(round(r), float(s), float(m), round(h)) for r, s, m, h in zip(received, seconds, least, held, strict=True)]
+        cost = self.costs[memory]
+        at = {name: np.array([one.get(name, usual) for one in sizes]) for name, usual in cost.values.items()}
+        prices = prices_of(cost, meshes, at, fleet)
+        of_axes: dict[tuple[str, ...], list[int]] = {}
+        for number, mesh in enumerate(meshes):
+            of_axes.setdefault(mesh.split_axes(), []).append(number)
+        found: dict[int, Figures] = {}
+        for axes, numbers in of_axes.items():
+            found |= zip(numbers, self._figures(memory, axes, prices.of(numbers)), strict=True)
+        return [found[number] for number in range(len(meshes))]
+
+    def _figures(self, memory: str, axes: tuple[str, ...], prices: Prices) -> list[Figures]:
+        """Return what a step costs on meshes on which the same axes have more than one rank."""
+        run, other, spans = self.run(memory, axes), self.other_forms(axes), self.folded.spans
+        seconds = step_seconds(run.steps, spans, prices)
+        least = step_seconds(run.steps, spans, prices.without(run.cost, other)) if other else seconds
+        held = run.cost.peak_of(prices.bytes_of)
+        return [Figures(round(r), float(s), float(m), round(h)) for r, s, m, h in zip(prices.received, seconds, least, held, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ class Run:
     """
 
     cost: Cost
-    steps: Mapping[Stage, Sequence[Step]]
+    steps: Mapping[Stage, Steps]
 
 
 def pad_symbols(compiled: Compiled | Lowered) -> tuple[dict[int, str], dict[str, int], dict[tuple[int, int], str]]:
