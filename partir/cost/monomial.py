@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 Values = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Monomial:
     """A coefficient times powers of symbols.
 
@@ -39,31 +39,30 @@ class Monomial:
                 powers[name] = powers.get(name, 0) + sign
         return cls(Fraction(coefficient), tuple(sorted((name, power) for name, power in powers.items() if power)))
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __post_init__(self) -> None:
+        key = (self.coefficient.numerator, self.coefficient.denominator, self.powers)
+        object.__setattr__(self, "_key", key)  # compared and hashed as integers: a search compares monomials a million times
+        object.__setattr__(self, "_hash", hash(key))
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.coefficient, self.powers))
+    def __hash__(self) -> int:
+        return cast(Any, self)._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Monomial) and cast(Any, self)._key == cast(Any, other)._key)
 
     def __mul__(self, other: Monomial | int | Fraction) -> Monomial:
-        if not isinstance(other, Monomial):
-            return Monomial(self.coefficient * other, self.powers)
-        powers = dict(self.powers)
-        for name, power in other.powers:
-            powers[name] = powers.get(name, 0) + power
-        return Monomial(self.coefficient * other.coefficient, tuple(sorted((n, p) for n, p in powers.items() if p)))
+        return _product(self, other) if isinstance(other, Monomial) else Monomial(self.coefficient * other, self.powers)
 
     def __truediv__(self, other: Monomial) -> Monomial:
         return self * Monomial(1 / other.coefficient, tuple((name, -power) for name, power in other.powers))
 
     def over(self, axes: Iterable[str]) -> Monomial:
         """Return it divided by the sizes of ``axes``."""
-        return self * Monomial.of(1, (), axes)
+        return self * _of_axes(tuple(axes), -1)
 
     def times(self, axes: Iterable[str]) -> Monomial:
         """Return it times the sizes of ``axes``."""
-        return self * Monomial.of(1, axes)
+        return self * _of_axes(tuple(axes), 1)
 
     def is_square(self) -> bool:
         """Return whether it is the square of a monomial."""
@@ -92,6 +91,20 @@ class Monomial:
         return str(self.expression)
 
 
+@lru_cache(maxsize=1 << 16)
+def _product(a: Monomial, b: Monomial) -> Monomial:
+    powers = dict(a.powers)
+    for name, power in b.powers:
+        powers[name] = powers.get(name, 0) + power
+    return Monomial(a.coefficient * b.coefficient, tuple(sorted((n, p) for n, p in powers.items() if p)))
+
+
+@lru_cache(maxsize=256)
+def _of_axes(axes: tuple[str, ...], sign: int) -> Monomial:
+    return Monomial.of(1, axes) if sign > 0 else Monomial.of(1, (), axes)
+
+
+@lru_cache(maxsize=1024)
 def symbol(name: str) -> sympy.Symbol:
     """Return the symbol of a size: a positive integer."""
     return sympy.Symbol(name, positive=True, integer=True)
