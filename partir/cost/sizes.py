@@ -49,6 +49,9 @@ class ProgramSizes:
         self._numels: dict[Node, Numels] = {}
         self._bytes: dict[Node, list[Monomial]] = {}
         self._by_name: dict[str, Numels] = {}
+        self._tensors: dict[Node, tuple[torch.Tensor, ...]] = {}
+        self._values: dict[Monomial, Any] = {}
+        self._blocks: dict[Any, Monomial] = {}
         for number, graph in enumerate(graphs):
             self._name_known(graph, self._gradients(graph) if number else {})
             for _ in range(2):  # back first: what a collective reads is certain, what an op passes on is read off its shapes
@@ -61,13 +64,17 @@ class ProgramSizes:
 
     def numels(self, node: Node) -> tuple[Monomial, ...]:
         """Return the number of elements of each result of a node on one rank."""
-        known = self._numels.get(node, (None,) * len(tensors_of(node)))
-        return tuple(one or Monomial.of(value.numel()) for one, value in zip(known, tensors_of(node), strict=True))
+        tensors = self._tensors_of(node)
+        known = self._numels.get(node) or (None,) * len(tensors)
+        if None not in known:
+            return cast("tuple[Monomial, ...]", known)
+        return tuple(one or Monomial.of(value.numel()) for one, value in zip(known, tensors, strict=True))
 
     def bytes_of(self, node: Node) -> Sequence[Monomial]:
         """Return the bytes of each result of a node on one rank."""
         if node not in self._bytes:
-            self._bytes[node] = [n * tensor.dtype.itemsize for n, tensor in zip(self.numels(node), tensors_of(node), strict=True)]
+            pairs = zip(self.numels(node), self._tensors_of(node), strict=True)
+            self._bytes[node] = [numel * tensor.dtype.itemsize for numel, tensor in pairs]
         return self._bytes[node]
 
     def is_named(self, node: Node) -> bool:
@@ -76,7 +83,21 @@ class ProgramSizes:
 
     def numel(self, layout: Layout, sizes: Sizes | None) -> Monomial:
         """Return the number of elements of one block of a layout."""
-        return block_numel(layout, sizes, self.symbols, self.mesh)
+        key = (layout, sizes, tuple(one.key for dim in sizes or () for one in dim))
+        if key not in self._blocks:
+            self._blocks[key] = block_numel(layout, sizes, self.symbols, self.mesh)
+        return self._blocks[key]
+
+    def value(self, size: Monomial) -> Any:
+        """Return the value of a monomial in the program: an int where it is one."""
+        if size not in self._values:
+            self._values[size] = size.value(self.values)
+        return self._values[size]
+
+    def _tensors_of(self, node: Node) -> tuple[torch.Tensor, ...]:
+        if node not in self._tensors:
+            self._tensors[node] = tensors_of(node)
+        return self._tensors[node]
 
     def _gradients(self, backward: GraphModule) -> dict[Node, Node]:
         """Return the input whose gradient each result of the backward is."""
@@ -107,12 +128,12 @@ class ProgramSizes:
 
     def _set(self, node: Node, numels: Numels) -> bool:
         """Note sizes that agree with the program's own; return whether something new is known."""
-        tensors = tensors_of(node)
-        if len(numels) != len(tensors) or node in self._numels and None not in self._numels[node]:
+        if node in self._numels and None not in self._numels[node]:
             return False
-        checked = tuple(
-            one if one is not None and one.value(self.values) == value.numel() else None for one, value in zip(numels, tensors)
-        )
+        tensors = self._tensors_of(node)
+        if len(numels) != len(tensors):
+            return False
+        checked = tuple(one if one is not None and self.value(one) == value.numel() else None for one, value in zip(numels, tensors))
         if all(one is None for one in checked) or self._numels.get(node) == checked:
             return False
         self._numels[node] = checked
@@ -133,7 +154,7 @@ class ProgramSizes:
                 self._set(node, whole[index : index + 1])
             elif is_collective(node):
                 self._through(node, operands(node)[:1], node, 1)
-            elif len(tensors_of(node)) > 1:
+            elif len(self._tensors_of(node)) > 1:
                 self._parts(node)
             elif _name(node) not in CONTRACTIONS:
                 self._elementwise(node)
@@ -142,7 +163,7 @@ class ProgramSizes:
         """Each result is as large as an operand of its size; one without elements to compare stays a number."""
         reads = [read for read in node.all_input_nodes if self._known(read) is not None]
         found: list[Monomial | None] = []
-        for value in tensors_of(node):
+        for value in self._tensors_of(node):
             like = next((r for r in reads if value.numel() > 1 and _is_like(node, r.meta["val"], value)), None)
             found.append(self._known(like) if like is not None else Monomial.of(1) if value.numel() == 1 else None)
         self._set(node, tuple(found))
@@ -151,9 +172,9 @@ class ProgramSizes:
         """Of several results the first is known from its reader; the others are a fixed part of it (a number a row beside the row)."""
         self._elementwise(node)
         items = {cast(int, user.args[1]): self._known(user) for user in node.users if is_getitem(user)}
-        found = list(self._numels.get(node, (None,) * len(tensors_of(node))))
+        found = list(self._numels.get(node, (None,) * len(self._tensors_of(node))))
         found = [known or items.get(index) for index, known in enumerate(found)]
-        first, tensors = found[0], tensors_of(node)
+        first, tensors = found[0], self._tensors_of(node)
         if first is not None:
             found = [known or first * Fraction(value.numel(), tensors[0].numel()) for known, value in zip(found, tensors)]
         self._numels.pop(node, None)
@@ -170,13 +191,19 @@ class ProgramSizes:
             if is_collective(node):
                 self._through(node, [node], operands(node)[0] if operands(node) else node, -1)
             elif _name(node) not in CONTRACTIONS:
-                for read in node.all_input_nodes:
-                    if _numel(node) > 1 and len(tensors_of(read)) == 1 and _is_like(node, tensors_of(read)[0], tensors_of(node)[0]):
-                        self._set(read, (self._known(node),))
+                self._operands(node)
+
+    def _operands(self, node: Node) -> None:
+        """What a call that is no product reads is as large as what it makes, where the shapes say so."""
+        made = self._tensors_of(node)[0]
+        for read in node.all_input_nodes if made.numel() > 1 else ():
+            tensors = self._tensors_of(read)
+            if len(tensors) == 1 and _is_like(node, tensors[0], made):
+                self._set(read, (self._known(node),))
 
     def _items(self, node: Node) -> None:
         """Each result of a bucket is as large as what reads it."""
-        found = list(self._numels.pop(node, (None,) * len(tensors_of(node))))
+        found = list(self._numels.pop(node, (None,) * len(self._tensors_of(node))))
         for user in node.users:
             if is_getitem(user):
                 found[cast(int, user.args[1])] = found[cast(int, user.args[1])] or self._known(user)
@@ -191,7 +218,7 @@ class ProgramSizes:
     def _through(self, node: Node, sources: Sequence[Node], target: Node, sign: int) -> None:
         """Size of a collective's result from its operand, or the other way round."""
         known = self._known(sources[0]) if sources else None
-        if known is None or collective_name(node).endswith("_bucket") or len(tensors_of(node)) != 1:
+        if known is None or collective_name(node).endswith("_bucket") or len(self._tensors_of(node)) != 1:
             return
         axes = split_axes(str(_argument(node, "axis"))) if collective_name(node) in SHRINKING else ()
         grows = SHRINKING.get(collective_name(node), 0) * sign > 0
@@ -200,9 +227,9 @@ class ProgramSizes:
     def _name_by_origin(self, graph: GraphModule) -> None:
         """Name what is left by the op that it serves; of a product's candidates the one that leaves a square: mn * nk / mk = n^2."""
         for node in graph.graph.nodes:
-            if node.op != "call_function" or node in self._numels or len(tensors_of(node)) != 1:
+            if node.op != "call_function" or node in self._numels or len(self._tensors_of(node)) != 1:
                 continue
-            candidates = [one for one in self._candidates(node) if one.value(self.values) == _numel(node)]
+            candidates = [one for one in self._candidates(node) if self.value(one) == _numel(node)]
             factors = [self._known(read) for read in node.all_input_nodes[-2:]]
             if len(factors) == 2 and None not in factors and _name(node) in CONTRACTIONS:
                 product = cast(Monomial, factors[0]) * cast(Monomial, factors[1])

@@ -79,7 +79,7 @@ def _in_symbols(flops: int, share: Monomial | None, sizes: ProgramSizes) -> Mono
     """Return FLOPs in the symbols of the op that a node serves: each of its products, forward or backward, has all its factors."""
     if share is None or not flops:
         return Monomial.of(flops)
-    return share * (Fraction(flops) / Fraction(share.value(sizes.values)))
+    return share * (Fraction(flops) / Fraction(sizes.value(share)))
 
 
 def _shares(nodes: Iterable[Node], sizes: ProgramSizes) -> dict[str, Monomial]:
@@ -99,7 +99,8 @@ def _shares(nodes: Iterable[Node], sizes: ProgramSizes) -> dict[str, Monomial]:
 
 def _memory(node: Node, sizes: ProgramSizes) -> tuple[Monomial, ...]:
     """Return the bytes that a node reads and writes, as `partir.work.node_bytes` counts them."""
-    tensors = [(read, place) for read in operands(node) for place in (0,)] + [(node, place) for place in range(len(tensors_of(node)))]
-    parts = [sizes.numels(one)[place] * tensors_of(one)[place].dtype.itemsize for one, place in tensors]
-    counted, whole = node_bytes(node), sum(part.value(sizes.values) for part in parts)
+    parts = [*(sizes.bytes_of(read)[0] for read in operands(node)), *sizes.bytes_of(node)]
+    counted, whole = node_bytes(node), sum(sizes.value(part) for part in parts)
+    if counted == whole:
+        return tuple(parts) if whole else ()
     return tuple(part * (Fraction(counted) / Fraction(whole)) for part in parts) if whole else ()
