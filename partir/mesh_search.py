@@ -31,6 +31,9 @@ from partir.records import collectives_of
 from partir.rules.placement import placement
 from partir.suggestions import Suggestion
 
+SMALL = 300
+"""Nodes of a trace of which no layers are left out: what that saves is not worth what it may be off."""
+
 Place = tuple[int, dict[str, int], bool]
 """The number of a template, the values of its symbols, and whether the mesh is of another class."""
 
@@ -79,7 +82,7 @@ class Search:
         self._traced = trace(self.model, self.args, self.kwargs, self.options.compute_dtype)
         self._law = placement(self.options.placement)
         self._fleet = Fleet(self.hardware)
-        self._fold(1)
+        self._fold(1 if len(self._traced.graph_module.graph.nodes) > SMALL else None)
 
     def _fold(self, period: int | None) -> None:
         """Leave out layers that repeat each other after a period, and forget what was compiled."""
@@ -126,6 +129,13 @@ class Search:
         suggestion = Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact)
         return Estimate(suggestion, one.least_seconds, not template.other_forms(mesh.split_axes()), relaxed)
 
+    def effort(self, meshes: Sequence[Mesh]) -> int:
+        """Return about how many nodes of programs it takes to compile for each set of axes and pads of some meshes."""
+        classes = {(mesh.split_axes(), frozenset(self._padded(mesh))) for mesh in meshes}
+        programs = [program for template in self.templates[:1] for program in template.programs.values()]
+        graphs = [graph for program in programs for graph in (program.forward, program.backward) if graph is not None]
+        return len(classes) * sum(len(graph.graph.nodes) for graph in graphs)
+
     def make_sure(self, mesh: Mesh) -> None:
         """Compile for the class of a mesh that was evaluated on another; or prove that the program which stands for it is, without the axes
         that it lacks, its own; or compile for fewer axes.
@@ -142,12 +152,11 @@ class Search:
 
     def _place(self, mesh: Mesh) -> Place | None:
         """Return the template that stands for a mesh, that of the fewest axes before others; None: it fails."""
-        if mesh in self._failed:
-            return None
-        found = self._template(mesh) or self._relaxed(mesh)
-        if found is None:
-            self._compile_class(mesh)
+        found = None
+        while mesh not in self._failed and found is None:
             found = self._template(mesh) or self._relaxed(mesh)
+            if found is None:
+                self._compile_class(mesh)
         return found
 
     def _template(self, mesh: Mesh) -> Place | None:
@@ -159,9 +168,9 @@ class Search:
         return None
 
     def _relaxed(self, mesh: Mesh) -> Place | None:
-        """Return the template that stands for a mesh as if all sizes divided: the one of fewest axes and the most alike pads."""
+        """Return the template that stands for a mesh as if all sizes divided: the one of fewest axes that pads the same dims."""
         padded = self._padded(mesh)
-        numbers = sorted(self._wider(mesh), key=lambda n: len(set(self.templates[n].padded) ^ set(padded)))
+        numbers = [number for number in self._wider(mesh) if set(self.templates[number].padded) == set(padded)]
         return (numbers[0], self.templates[numbers[0]].relaxed(mesh, padded), True) if numbers else None
 
     def _wider(self, mesh: Mesh) -> list[int]:

@@ -36,9 +36,8 @@ from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
-MARGIN = 0.02  # how far an estimate may be off
-ESTIMATES = {"time": 0.05, "bytes": 0.05, "memory": 0.2}  # and where ops run in another way than in the program it is from
-RELAXED = 0.25  # and where it is as if sizes divided that do not: what that needs besides is more, nearly always
+MARGIN = 0.25  # how far an estimate may be off
+EFFORT = 25_000  # nodes of programs that are compiled to compute every mesh exactly, whatever `sure` asks for
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
 
@@ -66,7 +65,8 @@ def suggest_mesh(
         memory: the most that one rank may hold, ``"40GB"`` or a number of bytes; by default the hardware's.
         hardware: a profile, its name or its path.
         by: "time", "bytes" or "memory".
-        sure: how many of the best are computed exactly, others may be estimates; None: all, which takes a moment for each.
+        sure: how many of the best are computed exactly; others may be estimates, which are compiled where they could be better than the
+            best, if they are off by a quarter at most. None: all, which takes a moment for each, and is done for small models anyway.
         axes: that may have more than one rank; ``("x", "y", "z")`` leaves data out.
         modes: memory modes to try.
         outputs: as for `partir.parallelize`.
@@ -83,6 +83,7 @@ def suggest_mesh(
         search = Search(model, *inputs, Options(outputs=outputs), modes, profile, axes, progress)
         meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
         estimates = search.run(meshes)
+        sure = None if search.effort(meshes) < EFFORT else sure
         while unsure := _unsure(estimates, budget, by, sure):
             search.make_sure(Mesh.parse(unsure.mesh))
             estimates = search.run(meshes)
@@ -155,7 +156,7 @@ def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | N
     near = [
         one
         for one, estimate in open_ones.items()
-        if abs(one.memory / budget - 1) < _margin(estimate, "memory") and _least(estimate, by) < last
+        if abs(one.memory / budget - 1) < MARGIN and _least(estimate, by) < last
     ]
     perhaps = [one for one in ranked if one in open_ones and _least(open_ones[one], by) < getattr(ranked[0], KEYS[by])]
     return next((one for one in [*ranked[:sure], *perhaps, *near] if one in open_ones), None)
@@ -164,11 +165,7 @@ def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | N
 def _least(estimate: Estimate, by: str) -> float:
     """Return the least that an estimate may stand for."""
     most = estimate.least_seconds if by == "time" else getattr(estimate.suggestion, KEYS[by])
-    return most * (1 - _margin(estimate, by))
-
-
-def _margin(estimate: Estimate, by: str) -> float:
-    return RELAXED if estimate.relaxed else MARGIN if estimate.alike else ESTIMATES[by]
+    return most * (1 - MARGIN)
 
 
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:
