@@ -30,6 +30,7 @@ from partir.mesh import AXES, Mesh
 from partir.mesh_search import Estimate, Search
 from partir.module import ParallelModule, original_class
 from partir.options import Options, budget_of
+from partir.passes.aot import shared_formulas
 from partir.quantities import parse_bytes, spell_bytes
 from partir.signature import positional
 from partir.suggestions import Suggestion, Suggestions
@@ -78,7 +79,8 @@ def suggest_mesh(
     _check(ranks, by, axes, modes)
     profile = load_hardware(hardware)
     budget = profile.memory if memory is None else parse_bytes(memory)
-    with original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext(), _without_collections():
+    plain = original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext()
+    with plain, _without_collections(), shared_formulas():
         inputs = positional(example_inputs), dict(example_kwargs or {})
         search = Search(model, *inputs, Options(outputs=outputs), modes, profile, axes, progress)
         meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))

@@ -15,8 +15,10 @@ formula of torch writes in place, AOTAutograd derives the whole, and makes it fu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest import mock
 
@@ -28,11 +30,42 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
 from partir.errors import PartirError, VerifyError, source_line
-from partir.passes.call_formulas import Unwritten
+from partir.passes.call_formulas import Formula, Unwritten
 from partir.passes.compose_joint import BACKWARD, ORIGIN, compose_joint
 
 CHECK = torch.ops.aten._linalg_check_errors.default  # raises where a matrix is singular, and returns nothing
 torch.fx.has_side_effect(CHECK)
+
+
+@dataclass(eq=False)
+class Formulas:
+    """Formulas that were written, by all that they depend on.
+
+    Args:
+        mode: that their fake tensors belong to.
+        known: the formulas.
+    """
+
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    known: dict[Hashable, Formula] = field(default_factory=dict[Hashable, Formula])
+
+
+_shared: ContextVar[Formulas | None] = ContextVar("partir_formulas", default=None)
+
+
+@contextlib.contextmanager
+def shared_formulas() -> Generator[None]:
+    """Keep formulas from one compilation to the next: those of one model for many meshes have most in common."""
+    token = _shared.set(Formulas())
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def present_formulas() -> Formulas:
+    """Return the formulas that are shared, or new ones."""
+    return _shared.get() or Formulas()
 
 
 class _Tracer(Interpreter):
@@ -54,7 +87,7 @@ class _Tracer(Interpreter):
 
 
 def export_joint(
-    module: GraphModule, arguments: Sequence[torch.Tensor], training: bool, wanted: Sequence[bool]
+    module: GraphModule, arguments: Sequence[torch.Tensor], training: bool, wanted: Sequence[bool], formulas: dict[Hashable, Formula]
 ) -> tuple[GraphModule, tuple[bool, ...]]:
     """Trace ``module`` to ATen, with its backward when ``training``.
 
@@ -63,6 +96,7 @@ def export_joint(
         arguments: fake tensors, ``requires_grad`` where a gradient is wanted.
         training: whether to derive the backward.
         wanted: for each output, whether its tangent may be asked for; the others are detached.
+        formulas: of calls that are known in the mode of the arguments; new ones are added.
 
     Returns:
         the joint (or forward) graph, each of whose outputs is a copy, and for each output whether it takes a tangent.
@@ -77,7 +111,7 @@ def export_joint(
         return tuple(result.clone(memory_format=torch.contiguous_format) for result in results)
 
     with contextlib.suppress(Unwritten):
-        return compose_joint(module, arguments, wanted, training)
+        return compose_joint(module, arguments, wanted, training, formulas)
     export = cast("Callable[..., GraphModule]", aot_export_joint_simple)
     patch = cast("Callable[..., AbstractContextManager[None]]", torch._functorch.config.patch)  # pyright: ignore
     with patch(debug_assert=False), _without_tokens(), torch.enable_grad():
@@ -97,16 +131,14 @@ def _without_tokens() -> AbstractContextManager[Any]:
 
 
 def fake_arguments(
-    values: Sequence[torch.Tensor], requires_grad: Sequence[bool]
-) -> tuple[FakeTensorMode, list[torch.Tensor]]:
-    """Return contiguous fakes like ``values`` in a fresh FakeTensorMode."""
-    mode = FakeTensorMode()
+    values: Sequence[torch.Tensor], requires_grad: Sequence[bool], mode: FakeTensorMode
+) -> list[torch.Tensor]:
+    """Return contiguous fakes like ``values`` in a FakeTensorMode."""
     with mode:
-        fakes = [
+        return [
             torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=needs)
             for value, needs in zip(values, requires_grad, strict=True)
         ]
-    return mode, fakes
 
 
 def origin(node: Node) -> str | None:

@@ -31,6 +31,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from partir.errors import PartirError, VerifyError, source_line
 from partir.graph import Unprinted, is_getitem, outputs_of
+from partir.mesh import current_mesh
 from partir.passes.call_formulas import Formula, Given, Ref, Spec, Unwritten, results_in, write_formula
 from partir.passes.share_gathers import argument_key
 
@@ -53,10 +54,10 @@ class _Written:
 class _Composer:
     """The joint graph of one lowered graph, as far as it is written."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: GraphModule, formulas: dict[Hashable, Formula]) -> None:
         self.module = module
         self.graph = Graph()
-        self._formulas: dict[Hashable, Formula] = {}
+        self._formulas = formulas
         self._nodes: dict[Value, Node] = {}
         self._needs: dict[Value, bool] = {}
         self._written: dict[Node, _Written] = {}
@@ -127,7 +128,8 @@ class _Composer:
         place = {read: Ref(-1, number) for number, read in enumerate(reads)}
         args, kwargs = map_arg((call.args, call.kwargs), lambda read: cast(Any, place[read]))
         kwargs = {**kwargs, "site": ANY_SITE} if _site(call) is not None else kwargs
-        key = (call.target, argument_key(args), argument_key(kwargs), specs)
+        mesh = None if getattr(call.target, "namespace", None) == "aten" else current_mesh()
+        key = (call.target, argument_key(args), argument_key(kwargs), specs, mesh)
         found = self._formulas.get(key)
         if found is None:
             found = self._formulas[key] = self._run(call, args, kwargs, specs, None)
@@ -215,7 +217,7 @@ def value_of(node: Node) -> Value:
 
 
 def compose_joint(
-    module: GraphModule, arguments: Sequence[Tensor], wanted: Sequence[bool], training: bool
+    module: GraphModule, arguments: Sequence[Tensor], wanted: Sequence[bool], training: bool, formulas: dict[Hashable, Formula]
 ) -> tuple[GraphModule, tuple[bool, ...]]:
     """Return the joint graph of a lowered graph.
 
@@ -224,6 +226,7 @@ def compose_joint(
         arguments: fake tensors, ``requires_grad`` where a gradient is asked for; their mode is on.
         wanted: for each output, whether its tangent may be asked for.
         training: False for a forward alone.
+        formulas: that are known in this mode; new ones are added.
 
     Returns:
         the joint (or forward) graph, each of whose outputs is a copy, and for each output whether it takes a tangent.
@@ -231,4 +234,4 @@ def compose_joint(
     Raises:
         Unwritten: some call's formula cannot be written down.
     """
-    return _Composer(module).compose(arguments, wanted, training)
+    return _Composer(module, formulas).compose(arguments, wanted, training)

@@ -175,9 +175,11 @@ def _trace(
 ) -> tuple[GraphModule, tuple[bool, ...]]:
     """Return the joint graph of ``module``; without a differentiable output, its forward alone."""
     values = [cast(torch.Tensor, node.meta["val"]) for node in placeholders]
-    mode, arguments = aot.fake_arguments(values, wants)
-    with mode, use_mesh(mesh):
-        return aot.export_joint(module, arguments, any(wants), [slot.differentiable for slot in output_slots])
+    formulas = aot.present_formulas()
+    arguments = aot.fake_arguments(values, wants, formulas.mode)
+    with formulas.mode, use_mesh(mesh):
+        asked = [slot.differentiable for slot in output_slots]
+        return aot.export_joint(module, arguments, any(wants), asked, formulas.known)
 
 
 def simplify(graph: Graph, mesh: Mesh) -> None:

@@ -5,8 +5,9 @@ After:   layers.0 -> layers.1 -> layers.2 -> layers.3 -> norm            layers.
 
 A layer repeats the one before it where both make the same calls of the same shapes on the same things, gradients flowing through the
 same of them: their own values and parameters, the values of the layer before, or a value of no layer. The first layers that differ are
-kept; then one that stands between two of its kind stands for all that are left out. Layers with an odd number of products are laid out in turns, as the direction of their
-input is y or z: two between two then stand for all (a period of 2). `is_periodic` says whether a period was right.
+kept; then one that stands between two of its kind stands for all that are left out. Layers with an odd number of products are laid out
+in turns, as the direction of their input is y or z: two between two then stand for all (a period of 2). `is_periodic` says whether a
+period was right.
 
 Requires: trace. Ensures: slots and outputs of what was left out are gone; ``counts`` says how many layers each kept one stands for.
 """

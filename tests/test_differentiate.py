@@ -63,9 +63,10 @@ def test_aot_contract(composed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         [(last(hand), "f64[] +x +y +z"), (cast(Node, whole.args[0]), "f64[48@x.z, 36@y]")]
     )
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    mode, arguments = aot.fake_arguments(values, [True, True])
-    with mode, use_mesh(MESH):
-        joint, takes = aot.export_joint(module, arguments, True, [True, False])
+    formulas = aot.Formulas()
+    arguments = aot.fake_arguments(values, [True, True], formulas.mode)
+    with formulas.mode, use_mesh(MESH):
+        joint, takes = aot.export_joint(module, arguments, True, [True, False], formulas.known)
     names = [str(node.target) for node in joint.graph.find_nodes(op="placeholder")]
     assert names == ["primals_1", "primals_2", "tangents_1"]
     assert takes == (True, False)

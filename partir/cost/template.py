@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from partir.cost.cost import Cost
 from partir.cost.lifetimes import blocks_of
 from partir.cost.monomial import Monomial
-from partir.cost.sizes import ProgramSizes
 from partir.cost.prices import Fleet, Prices, prices_of
+from partir.cost.sizes import ProgramSizes
 from partir.cost.step_seconds import Step, Steps, step_seconds
 from partir.dims import Dim
 from partir.layout import Layout
