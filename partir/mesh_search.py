@@ -34,8 +34,8 @@ from partir.suggestions import Suggestion
 SMALL = 300
 """Nodes of a trace of which no layers are left out: what that saves is not worth what it may be off."""
 
-Place = tuple[int, dict[str, int], bool]
-"""The number of a template, the values of its symbols, and whether the mesh is of another class."""
+Place = tuple[int, dict[str, int]]
+"""The number of a template, and the values of its symbols."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,12 @@ class Estimate:
     """A suggestion, and how far it may be off.
 
     Args:
-        suggestion: exact, or evaluated on a program of more axes.
-        least_seconds: that a step may take.
-        alike: no op runs in another way than in the program that it was evaluated on.
-        relaxed: it was evaluated as if sizes divided that do not.
+        suggestion: exact, or evaluated on a program that is not proven to be the mesh's own.
+        least_seconds: of a step, if the calls that run in another way on the mesh took none.
     """
 
     suggestion: Suggestion
     least_seconds: float
-    alike: bool
-    relaxed: bool = False
 
 
 @dataclass
@@ -94,7 +90,7 @@ class Search:
         self._failed = dict[Mesh, str]()
         self._pads = dict[Mesh, Padded]()
         self._known = dict[tuple[int, str, Mesh], Figures]()
-        self._proven = set[tuple[int, Mesh]]()
+        self._proven = dict[tuple[int, Mesh], bool]()
 
     def run(self, meshes: Sequence[Mesh]) -> list[Estimate]:
         """Return a suggestion for each mesh and mode; what cannot be compiled says why."""
@@ -107,7 +103,7 @@ class Search:
         found: list[Estimate] = []
         for mesh, place in zip(meshes, places, strict=True):
             if place is None:
-                found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0.0, True) for mode in self.modes]
+                found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0.0) for mode in self.modes]
             else:
                 of_templates.setdefault(place[0], []).append((mesh, place))
         for number, members in of_templates.items():
@@ -121,13 +117,11 @@ class Search:
         if new:
             made = self.templates[number].evaluate(mode, [mesh for mesh, _ in new], [values for _, values in new], self._fleet)
             self._known.update({(number, mode, mesh): one for (mesh, _), one in zip(new, made, strict=True)})
-        return [self._estimate(number, mode, mesh, place[2]) for mesh, place in members]
+        return [self._estimate(number, mode, mesh) for mesh, _ in members]
 
-    def _estimate(self, number: int, mode: str, mesh: Mesh, relaxed: bool) -> Estimate:
-        template, one = self.templates[number], self._known[number, mode, mesh]
-        exact = not relaxed and (template.mesh.split_axes() == mesh.split_axes() or (number, mesh) in self._proven)
-        suggestion = Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact)
-        return Estimate(suggestion, one.least_seconds, not template.other_forms(mesh.split_axes()), relaxed)
+    def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
+        one, exact = self._known[number, mode, mesh], self._proven.get((number, mesh), False)
+        return Estimate(Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact), one.least_seconds)
 
     def effort(self, meshes: Sequence[Mesh]) -> int:
         """Return about how many nodes of programs it takes to compile for each set of axes and pads of some meshes."""
@@ -137,18 +131,31 @@ class Search:
         return len(classes) * sum(len(graph.graph.nodes) for graph in graphs)
 
     def make_sure(self, mesh: Mesh) -> None:
-        """Compile for the class of a mesh that was evaluated on another; or prove that the program which stands for it is, without the axes
-        that it lacks, its own; or compile for fewer axes.
-        """
-        place = self._template(mesh)
-        if place is None:
-            return self._compile_class(mesh)
-        template = self.templates[place[0]]
-        laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
-        if not template.padded and is_same_program(template.low, laid_out, mesh):
-            self._proven.add((place[0], mesh))
-        else:
-            self._compile_first([self._widened(_smallest(mesh), template), _smallest(mesh), mesh], mesh)
+        """Prove that a program which is there is a mesh's own, or compile one that is."""
+        template = next(iter(self._matching(mesh)), None)
+        wide = self._widened(_smallest(mesh), self.templates[template[0]] if template else None)
+        likes = iter(dict.fromkeys([wide, _smallest(mesh), mesh]))
+        while not self._prove(mesh) and mesh not in self._failed:
+            like = next(likes, None)
+            if like is None:
+                self._failed[mesh] = "its program is of no known class"
+            elif like == mesh or set(self._padded(like)) == set(self._padded(mesh)) and all(like != one.mesh for one in self.templates):
+                self._compiles(like)
+
+    def _prove(self, mesh: Mesh) -> bool:
+        """Return whether a program is, without the axes that the mesh lacks, the one that the mesh would get: it is laid out anew."""
+        laid_out = None
+        for number, _ in self._matching(mesh):
+            template, key = self.templates[number], (number, mesh)
+            if key not in self._proven:
+                comparable = not template.padded or template.mesh.split_axes() == mesh.split_axes()
+                if template.mesh != mesh and comparable and laid_out is None:
+                    laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
+                same = comparable and laid_out is not None and is_same_program(template.low, laid_out, mesh)
+                self._proven[key] = template.mesh == mesh or same
+            if self._proven[key]:
+                return True
+        return False
 
     def _place(self, mesh: Mesh) -> Place | None:
         """Return the template that stands for a mesh, that of the fewest axes before others; None: it fails."""
@@ -160,18 +167,21 @@ class Search:
         return found
 
     def _template(self, mesh: Mesh) -> Place | None:
+        """Return the template of a mesh's class: one that is proven to be its own before one that may be, and no other."""
+        found = [place for place in self._matching(mesh) if self._proven.get((place[0], mesh), True)]
+        return min(found, key=lambda place: not self._proven.get((place[0], mesh), False), default=None)
+
+    def _matching(self, mesh: Mesh) -> list[Place]:
+        """Return the templates on which the same sizes divide and are padded, those of the fewest axes first."""
         padded = self._padded(mesh)
-        for number in self._wider(mesh):
-            sizes = self.templates[number].sizes(mesh, padded)
-            if sizes is not None:
-                return number, sizes, False
-        return None
+        places = [(number, self.templates[number].sizes(mesh, padded)) for number in self._wider(mesh)]
+        return [(number, sizes) for number, sizes in places if sizes is not None]
 
     def _relaxed(self, mesh: Mesh) -> Place | None:
         """Return the template that stands for a mesh as if all sizes divided: the one of fewest axes that pads the same dims."""
         padded = self._padded(mesh)
         numbers = [number for number in self._wider(mesh) if set(self.templates[number].padded) == set(padded)]
-        return (numbers[0], self.templates[numbers[0]].relaxed(mesh, padded), True) if numbers else None
+        return (numbers[0], self.templates[numbers[0]].relaxed(mesh, padded)) if numbers else None
 
     def _wider(self, mesh: Mesh) -> list[int]:
         """Return the numbers of the templates of all axes of a mesh, those of the fewest more first."""
@@ -194,11 +204,11 @@ class Search:
 
     def _compile_first(self, likes: Sequence[Mesh], mesh: Mesh) -> None:
         """Compile for the first of some meshes that serves another."""
-        known, padded = {template.mesh for template in self.templates}, self._padded(mesh)
         for like in dict.fromkeys(likes):
-            if like in known or set(self._padded(like)) != set(padded):
+            known = {template.mesh for template in self.templates}
+            if like in known or set(self._padded(like)) != set(self._padded(mesh)):
                 continue
-            if self._compiles(like) and self.templates[-1].sizes(mesh, padded) is not None:
+            if self._compiles(like) and self.templates[-1].sizes(mesh, self._padded(mesh)) is not None:
                 return
         self._failed.setdefault(mesh, "its program is of no known class")
 

@@ -20,7 +20,7 @@ class Suggestion:
         seconds: of a step, predicted.
         memory: bytes that one rank holds at most, with AdamW.
         why: what speaks against it; ``""`` for one that is ranked.
-        exact: computed from a program that is its own; False: from one with more axes, not proven to be the same without them.
+        exact: computed from a program that is proven to be its own; False: an estimate, from one that may differ.
     """
 
     mesh: tuple[int, ...]

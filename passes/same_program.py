@@ -30,6 +30,9 @@ from partir.records import axis_of
 if TYPE_CHECKING:
     from partir.passes.pipeline import Lowered
 
+UNORDERED = ("all_reduce", "spread", "settle")
+"""Collectives to which the order of the axes of a group makes no difference."""
+
 
 def is_same_program(low: Lowered, other: GraphModule, on: Mesh) -> bool:
     """Return whether a program without some axes is that of a mesh which lacks them.
@@ -76,7 +79,7 @@ def _calls(graph: Graph, mesh: Mesh) -> Iterator[tuple[Any, ...]]:
             yield node.op, read, _split(node, mesh)
         elif is_collective(node):
             axes = _present(axis_of(node), mesh)
-            yield collective_name(node), sorted(axes) if collective_name(node) == "all_reduce" else axes, read, _split(node, mesh)
+            yield collective_name(node), sorted(axes) if collective_name(node) in UNORDERED else axes, read, _split(node, mesh)
         else:
             yield str(node.target), read, node.meta.get("state"), _split(node, mesh)
 
