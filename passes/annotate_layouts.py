@@ -206,7 +206,11 @@ class _Annotator:
             merged = projections[first]
             for other in order:
                 merged = merge(merged, projections[other])
-            yield None, merged, f"blocks stay where {_split_operands(node)[first].name} has them"
+            where = f"blocks stay where {_split_operands(node)[first].name} has them"
+            yield None, merged, where
+            rows = {pair: axes for pair, axes in merged.items() if pair[0] not in call.binding.sums and pair[0] not in call.binding.maxima}
+            if rows and rows != merged:
+                yield None, rows, f"{where}, what is summed over made whole"
         first = first_split(call, self.placement, self.mesh) if node.meta["grad"] and node.meta["from_inputs"] else {}
         if projections:
             yield None, {}, "it runs whole on every rank"

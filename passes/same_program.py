@@ -23,7 +23,7 @@ from partir.graph import collective_name, is_collective, is_getitem, layouts_of,
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.bucket_vectors import layer_of
-from partir.passes.node_facts import is_view
+from partir.passes.node_facts import GATHERS, collective, is_move, is_pointwise, is_view
 from partir.passes.share_gathers import argument_key
 from partir.records import axis_of
 
@@ -89,7 +89,7 @@ def _kept(graph: Graph, mesh: Mesh) -> Iterator[tuple[Node, list[Node]]]:
     behind: dict[Node, Node] = {}
     for node in graph.nodes:
         reads = [behind[read] if read in behind else read for read in node.all_input_nodes]
-        if is_collective(node) and operands(node) and mesh.extent(axes_in(axis_of(node))) == 1:
+        if _is_alone(node, mesh):
             behind[node] = reads[0]
         else:
             yield node, reads
@@ -112,8 +112,32 @@ def _present(axis: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _become_one(graph: Graph, mesh: Mesh, less: Mesh) -> bool:
-    """Return whether calls that differ by axes of one rank alone would be merged, or vectors gathered together that are not."""
-    return not _repeated(graph, less) <= _repeated(graph, mesh) or _vectors_meet(graph, less)
+    """Return whether calls that differ by axes of one rank alone would be merged, vectors gathered together that are not, or values
+    kept whose messages are sent again because what they are made of was gathered.
+    """
+    if less == mesh:
+        return False
+    if not _repeated(graph, less) <= _repeated(graph, mesh) or _vectors_meet(graph, less):
+        return True
+    again = _gathered(graph, mesh) - _gathered(graph, less)
+    return any(collective(node) == "all_to_all" and not _is_alone(node, less) for node in again)
+
+
+def _gathered(graph: Graph, mesh: Mesh) -> set[Node]:
+    """Return what a collective gathers, moved or combined elementwise at most: what ``memory="low"`` makes again."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        gathers = collective(node) in GATHERS and mesh.extent(axes_in(axis_of(node))) > 1
+        light = is_view(node) or is_getitem(node) or is_move(node) or is_pointwise(node)
+        handed_on = light and all(read in found or read.op == "placeholder" for read in node.all_input_nodes)
+        if gathers or (handed_on and found.intersection(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_alone(node: Node, mesh: Mesh) -> bool:
+    """Return whether a node is a collective in groups of one rank, which hands its operand on."""
+    return is_collective(node) and bool(operands(node)) and mesh.extent(axes_in(axis_of(node))) == 1
 
 
 def _repeated(graph: Graph, mesh: Mesh) -> set[str]:
@@ -124,7 +148,7 @@ def _repeated(graph: Graph, mesh: Mesh) -> set[str]:
     for node in graph.nodes:
         if node in behind or node.op != "call_function":
             continue
-        if is_collective(node) and operands(node) and mesh.extent(axes_in(axis_of(node))) == 1:
+        if _is_alone(node, mesh):
             behind |= _handed_on(node, behind)
         elif is_collective(node) or is_view(node) or is_getitem(node):
             kept = first.setdefault(_key(node, behind, mesh), node)
@@ -135,14 +159,23 @@ def _repeated(graph: Graph, mesh: Mesh) -> set[str]:
 
 
 def _vectors_meet(graph: Graph, mesh: Mesh) -> bool:
-    """Return whether vectors of one layer that are gathered along different axes would be gathered along the same."""
-    along: dict[Hashable, str] = {}
+    """Return whether vectors of one layer that are gathered one by one, for another gather comes before, would be gathered together."""
+    found: set[Hashable] = set()
     for node in graph.nodes:
         if is_collective(node) and collective_name(node) in ("all_gather", "all_gather_bucket") and tensors_of(node)[0].dim() == 1:
             kind = layer_of(node), tensors_of(node)[0].dtype, _present(axis_of(node), mesh)
-            if kind[2] and along.setdefault(kind, axis_of(node)) != axis_of(node):
+            if kind[2] and kind in found and any(_is_alone(read, mesh) for read in _behind(node)):
                 return True
+            found.add(kind)
     return False
+
+
+def _behind(node: Node) -> Iterator[Node]:
+    """Yield the collectives between a parameter and a node."""
+    while node.op == "call_function" and (is_collective(node) or is_getitem(node)) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        if is_collective(node):
+            yield node
 
 
 def _handed_on(node: Node, behind: Mapping[Node, Node]) -> dict[Node, Node]:
