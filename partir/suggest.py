@@ -13,10 +13,9 @@ in another way when its hidden dim is whole), or where a size does not divide, a
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from partir.errors import MeshError, PartirError
+from partir.garbage import paused_collector
 from partir.hardware import Hardware, load_hardware
 from partir.mesh import AXES, Mesh
 from partir.mesh_search import Estimate, Search
@@ -80,7 +80,7 @@ def suggest_mesh(
     profile = load_hardware(hardware)
     budget = profile.memory if memory is None else parse_bytes(memory)
     plain = original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext()
-    with plain, _without_collections(), shared_formulas():
+    with plain, paused_collector(), shared_formulas():
         inputs = positional(example_inputs), dict(example_kwargs or {})
         search = Search(model, *inputs, Options(outputs=outputs), modes, profile, axes, progress)
         meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
@@ -95,18 +95,6 @@ def suggest_mesh(
     if not ranked:
         raise PartirError(_nothing_fits(ranks, budget, rejected))
     return Suggestions(tuple(ranked), tuple(rejected), by, len(search.templates))
-
-
-@contextlib.contextmanager
-def _without_collections() -> Generator[None]:
-    """Keep Python's collector from looking through all live objects again and again: a quarter of the time of a search."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check(ranks: int, by: str, axes: Sequence[str], modes: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from partir import rules
 from partir.cost.held import peak_bytes
 from partir.errors import RuleError
+from partir.garbage import paused_collector
 from partir.graph import outputs_of
 from partir.layout import Layout, dtype_name
 from partir.mesh import Mesh
@@ -106,7 +107,7 @@ def compile_traced(
     timings: Mapping[str, float] | None = None,
 ) -> Compiled:
     """Compile what `trace` has made; see `compile_program`. One trace serves any number of meshes and layouts."""
-    with rules.using(options.rules), without_autocast():
+    with rules.using(options.rules), without_autocast(), paused_collector():
         return derive(lower(traced, mesh, options, parameter_layouts, input_layouts, timings), options.memory)
 
 
