@@ -160,7 +160,7 @@ def lower(
     sharded = _sharded_outputs(annotated, traced, options.outputs, training)
     shapes = [tuple(value.meta["val"].shape) for value in outputs_of(annotated)]
     annotated, collectives = _with_collectives(run, annotated, sharded)
-    graph = run.pass_("expand_recipes", collectives, lambda g: expand_recipes(g, mesh), "lowered")
+    graph = run.pass_("expand_recipes", collectives, lambda g: expand_recipes(g, mesh), "lowered", kept=True)
     graph = run.pass_("localize_shapes", graph, lambda g: localize_shapes(g, mesh, options.rng), "lowered")
     graph = run.pass_("bucket_vectors", graph, lambda g: bucket_vectors(g, mesh), "lowered")
     lowered = run.pass_("name_values", graph, lambda g: name_values(g, annotated), "lowered")
@@ -214,7 +214,7 @@ def factorise(traced: Traced) -> GraphModule:
 
 
 def _factorised(run: Run, traced: Traced) -> GraphModule:
-    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule))
+    graph = run.pass_("decompose_ops", traced.graph_module, lambda g: decompose_ops(g, _has_rule), kept=True)
     return run.pass_("factorise_dims", graph, factorise_dims)
 
 

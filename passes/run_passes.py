@@ -1,4 +1,4 @@
-"""Run passes one after the other: each gets a copy of the graph, what it returns is verified, timed and, where asked, printed."""
+"""Run passes one after the other: each gets a graph of its own, what it returns is verified, timed and, where asked, printed."""
 
 from __future__ import annotations
 
@@ -41,16 +41,20 @@ class Run:
         self.timings[name] = time.perf_counter() - start
         return result
 
-    def pass_(self, name: str, graph: GraphModule, work: Callable[[GraphModule], GraphModule], check: str | None = None) -> GraphModule:
-        """Run a pass on a copy of a graph.
+    def pass_(
+        self, name: str, graph: GraphModule, work: Callable[[GraphModule], GraphModule], check: str | None = None, kept: bool = False
+    ) -> GraphModule:
+        """Run a pass.
 
         Args:
+            graph: that the pass may write into, for nobody reads it afterwards.
+            kept: somebody does: the pass gets a copy.
             check: the stage as which `verify_graph` checks the result; None: not checked.
 
         Raises:
             VerifyError: the result breaks a law of its stage.
         """
-        result = cast(GraphModule, self.time(name, lambda: work(copy_graph(graph))))
+        result = cast(GraphModule, self.time(name, lambda: work(copy_graph(graph) if kept else graph)))
         if check is not None and self.check:
             self.time(f"verify {name}", lambda: verify_graph(result, self.mesh, check))
         return result

@@ -47,8 +47,8 @@ def run_passes(model: nn.Module, args: Sequence[Any], sizes: Sequence[int], **op
     runs: dict[str, PassRun] = {}
     original = Run.pass_
 
-    def record(self: Any, name: str, graph: GraphModule, work: Any, check: str | None = None) -> GraphModule:
-        after = original(self, name, graph, work, check)
+    def record(self: Any, name: str, graph: GraphModule, work: Any, check: str | None = None, kept: bool = False) -> GraphModule:
+        after = original(self, name, graph, work, check, kept=True)  # what a pass was given is looked at afterwards
         runs[name] = PassRun(name, graph, after, work, check)
         return after
 
