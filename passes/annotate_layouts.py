@@ -21,6 +21,7 @@ from typing import cast
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
 
 from partir.assignment import Assignment, Call, SubFactor, merge, operand_layouts, project, result_layouts
 from partir.errors import source_line
@@ -263,15 +264,16 @@ class _Annotator:
         node.meta["why"] = choice.why
 
     def _notes(self, node: Node, choice: Choice) -> tuple[str, ...]:
-        """Say what is padded, and of a product along which axes every rank does the same work."""
+        """Say what is padded, and of a call that torch counts FLOPs of, along which axes every rank does the same work."""
         padded: tuple[str, ...] = node.meta.get("pad_notes", ())
         used = {axis for axes in choice.assignment.values() for axis in axes}
         idle = [axis for axis in self.mesh.split_axes() if axis not in used]
-        if not choice.state or not idle:
+        if not idle or not (choice.state or getattr(node.target, "overloadpacket", None) in flop_registry):
             return padded
         times = self.mesh.extent(idle)
         where = f"{source_line(node.meta)}: {node.name} {list(results_of(node)[0].shape)}"
-        return (*padded, f"{where}: no size is left for {', '.join(idle)}: computed {times} times, the same on these ranks")
+        why = "no size is left for" if choice.state else "fewest bytes move with nothing split along"
+        return (*padded, f"{where}: {why} {', '.join(idle)}: computed {times} times, the same on these ranks")
 
     def finish(self, node: Node) -> None:
         """A parameter that nothing uses rests as if used whole."""

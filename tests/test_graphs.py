@@ -200,3 +200,23 @@ def test_a_fused_projection_receives_the_bytes_of_three(mesh: tuple[int, ...]) -
             model(torch.randn(12, 8, 48)).sum().backward()
         received.append(log.bytes())
     assert received[0] == received[1] > 0
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    """Every expert of every token, weighted by the gate."""
+    hidden = torch.einsum("bsh,ehf->bsef", m.norm(x), m.up)
+    made = torch.einsum("bsef,efh->bseh", F.gelu(hidden), m.down)
+    return (made * m.gate(x).softmax(-1)[..., None]).sum(2).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 4), (2, 4, 1)], ids=str)
+def test_rows_stay_split_where_what_is_summed_over_is_gathered(mesh: tuple[int, ...]) -> None:
+    """A batched product moves fewer bytes with its summed dim whole: its rows are where they were, no rank computes them all."""
+    torch.manual_seed(0)
+    weights = {"up": nn.Parameter(torch.randn(4, 16, 32)), "down": nn.Parameter(torch.randn(4, 32, 16))}
+    model, rows = Graph(experts, norm=nn.LayerNorm(16), gate=nn.Linear(16, 4), **weights), x(16, 8, 16)
+    plan, alone = partir.plan(model, mesh, rows, memory="fast"), partir.plan(model, (1, 1, 1), rows, memory="fast")
+    work = [one.cost().value(one.cost().flops()) for one in (plan, alone)]
+    assert work[0] <= work[1] / (mesh[0] * mesh[1])
+    assert all("fewest bytes move with nothing split along z" in note for note in plan.notes), plan.notes
+    partir.verify(model, mesh, rows, tolerance=1e-9)

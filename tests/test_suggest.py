@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import partir
+import partir.mesh_search
+import partir.suggest
 from examples.models.gpt import GPT, GPTConfig
 from partir.errors import PartirError
 from partir.hardware import load_hardware
@@ -31,10 +34,16 @@ def gpt(num_layers: int = 5, vocabulary: int = 64, heads: int = 4) -> tuple[nn.M
         return GPT(config), (ids,), {"labels": ids.clone()}
 
 
+def folded() -> Any:
+    """Layers are left out of small traces too."""
+    return mock.patch.object(partir.mesh_search, "SMALL", 0)
+
+
 @lru_cache
 def suggested() -> Suggestions:
     model, args, kwargs = gpt()
-    return partir.suggest_mesh(model, 4, args, kwargs, by="bytes", axes=("x", "y", "z"), sure=None)
+    with folded():
+        return partir.suggest_mesh(model, 4, args, kwargs, by="bytes", axes=("x", "y", "z"), sure=None)
 
 
 def test_every_mesh_is_there_in_both_modes() -> None:
@@ -78,7 +87,9 @@ class Turns(nn.Module):
 @pytest.mark.parametrize("num_layers", [7, 8])
 def test_layers_laid_out_in_turns_are_folded_two_by_two(num_layers: int) -> None:
     model, x = Turns(num_layers).to("meta"), torch.empty(64, 32, device="meta")
-    found = partir.suggest_mesh(model, 16, x, sure=None, axes=("x", "y", "z"), modes=("low",))
+    with folded():
+        found = partir.suggest_mesh(model, 16, x, sure=None, axes=("x", "y", "z"), modes=("low",))
+    assert not found.rejected
     for one in found:
         if one.mesh in ((2, 4, 2), (2, 2, 4)):
             plan = partir.plan(model, one.mesh, x)
@@ -119,6 +130,46 @@ def test_a_padded_dim_that_is_only_summed_over_is_a_symbol_too() -> None:
     model, x = nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)).to("meta"), torch.empty(9, 7, device="meta")
     for one in partir.suggest_mesh(model, 6, x, by="bytes", axes=("x", "z"), modes=("low",), sure=None):
         assert one.exact and one.bytes == partir.plan(model, one.mesh, x).bytes()
+
+
+def test_small_models_are_computed_exactly() -> None:
+    """On odd sizes a program of other axes says little: 7 channels are padded along two ranks and whole along six."""
+    model, x = nn.Sequential(nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 5, 3)).to("meta"), torch.empty(5, 3, 9, 9, device="meta")
+    found = partir.suggest_mesh(model, 6, x, axes=("x", "z"), modes=("fast",), memory="1GB", outputs="sharded")
+    assert all(one.exact for one in found) and {one.mesh for one in found} == {(1, 1, 6), (2, 1, 3), (3, 1, 2), (6, 1, 1)}
+    for one in found:
+        plan = partir.plan(model, one.mesh, x, memory="fast", outputs="sharded")
+        assert (one.bytes, one.memory) == (plan.bytes(), plan.cost().peak_memory())
+
+
+@pytest.mark.parametrize("by", ["bytes", pytest.param("time", marks=pytest.mark.slow), pytest.param("memory", marks=pytest.mark.slow)])
+def test_the_best_of_the_estimates_is_the_best_of_all(by: str) -> None:
+    model, args, kwargs = gpt(num_layers=1)
+    chosen: dict[str, Any] = {"axes": ("x", "y", "z"), "modes": ("fast",), "by": by}
+    with mock.patch.object(partir.suggest, "EFFORT", 0):
+        found = partir.suggest_mesh(model, 8, args, kwargs, sure=1, **chosen)
+    assert found[0].exact and not all(one.exact for one in found)
+    every = partir.suggest_mesh(model, 8, args, kwargs, sure=None, **chosen)
+    assert (found[0].mesh, found[0].bytes, found[0].memory) == (every[0].mesh, every[0].bytes, every[0].memory)
+
+
+def test_a_table_that_is_sent_again_is_not_one_that_is_gathered() -> None:
+    """A tied table: along z alone its one message is not sent again for the backward, and vectors are gathered in one."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 8)
+            self.norm, self.other = nn.LayerNorm(8), nn.LayerNorm(8)
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.other(self.inner(self.norm(self.table(ids))))
+            return nn.functional.linear(hidden, self.table.weight).log_softmax(-1).mean()
+
+    model, ids = Tied().to("meta"), torch.zeros(4, 8, dtype=torch.long, device="meta")
+    for one in partir.suggest_mesh(model, 2, ids, by="bytes", sure=None):
+        assert (one.exact, one.bytes) == (True, partir.plan(model, one.mesh, ids, memory=one.mode).bytes()), one
 
 
 def test_the_order_is_that_of_what_is_asked_for() -> None:
@@ -179,7 +230,9 @@ def test_layers_that_are_frozen_do_not_stand_for_trained_ones() -> None:
         parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0.", "blocks.1.", "blocks.2.")))
     traced = trace(model, args, kwargs)
     assert fold_layers(traced).counts == {"blocks.5": 2}  # the first that is trained hands no gradient on
-    for one in partir.suggest_mesh(model, 2, args, kwargs, by="bytes", axes=("x", "y"), modes=("low",), sure=None):
+    with folded():
+        found = partir.suggest_mesh(model, 2, args, kwargs, by="bytes", axes=("x", "y"), modes=("low",), sure=None)
+    for one in found:
         plan = partir.plan(model, one.mesh, args, kwargs)
         assert one.bytes == plan.bytes()
         assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=5e-3)
