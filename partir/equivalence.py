@@ -88,6 +88,7 @@ def verify(
     Raises:
         VerifyError: names the first output or parameter that differs, and by how much.
     """
+    Mesh.parse(mesh)
     _refuse_meta(model)
     given = tuple(cast("list[Any]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     call = (given, dict(example_kwargs or {}))

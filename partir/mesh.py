@@ -23,6 +23,7 @@ from typing import Any, cast
 from partir.errors import MeshError
 
 AXES = ("data", "x", "y", "z")
+MOST_RANKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Mesh:
                 raise MeshError(f"mesh axis {name} has size {size!r}, a {type(size).__name__}; sizes are integers.")
             if size < 1:
                 raise MeshError(f"mesh axis {name} has size {size}; sizes are 1 or more.")
+        if self.size > MOST_RANKS:
+            raise MeshError(f"mesh {self} has {self.size:,} ranks; torch.distributed counts up to {MOST_RANKS:,}.")
 
     @classmethod
     def parse(cls, spec: Any) -> Mesh:

@@ -265,7 +265,7 @@ class PlanDocument:
         """Write the document as JSON; see `partir.Plan.save`."""
         from partir.plan_file import write
 
-        write(self, Path(path))
+        write(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> PlanDocument:

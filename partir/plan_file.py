@@ -21,6 +21,7 @@ from partir.json_places import Entry, read_json
 from partir.layout import Layout, dtype_name
 from partir.mesh import AXES, Mesh
 from partir.options import LEGAL
+from partir.paths import path_of_file
 from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, Settings
 from partir.plan_edits import Fit, counted_mesh
 from partir.precision import DTYPES as PRECISIONS
@@ -39,14 +40,13 @@ COLLECTIVE = ("stage", "op", "axis", "bytes", "reason"), ("line", "module", "ten
 Value = TypeVar("Value")
 
 
-def write(document: PlanDocument, path: Path) -> None:
+def write(document: PlanDocument, to: str | os.PathLike[str]) -> None:
     """Write a document whole or not at all.
 
     Raises:
         PlanError: the path cannot be written.
     """
-    if not path.name:
-        raise PlanError(f"{str(path)!r} names no file: the plan cannot be written. Give a path, plan.json.")
+    path = path_of_file(to, "the plan", "plan.json", PlanError)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text_of(document), encoding="ascii")

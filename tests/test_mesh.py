@@ -38,6 +38,7 @@ def test_what_a_user_may_write(spec: Any, text: str) -> None:
         ((2, -2, 2), (2, 2, 2), "mesh axis y has size -2; sizes are 1 or more."),
         ((2, 2, 2.0), (2, 2, 2), "mesh axis z has size 2.0, a float; sizes are integers."),
         ((2, "2", 2), (2, 2, 2), "mesh axis y has size '2', a str; sizes are integers."),
+        ((10**20, 1, 1), (2**31 - 1, 1, 1), f"mesh (x={10**20}, y=1, z=1) has {10**20:,} ranks; torch."),
         ((True, 2, 2), (1, 2, 2), "mesh axis x has size True, a bool; sizes are integers."),
         ((None, 2, 2), (1, 2, 2), "mesh axis x has size None, a NoneType; sizes are integers."),
         ({"x": 0}, {"x": 1}, "mesh axis x has size 0; sizes are 1 or more."),

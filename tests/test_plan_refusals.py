@@ -109,6 +109,11 @@ def test_paths_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         plan.save(tmp_path)
     with pytest.raises(PlanError, match="'.' names no file: the plan cannot be written. Give a path, plan.json."):
         plan.save("")
+    with pytest.raises(PlanError, match="'a.x00.json' has a NUL character in it: the plan cannot be written. Give a path, plan.json."):
+        plan.save("a\0.json")
+    for write, text in ((plan.draw, "the drawing cannot be written"), (plan.timeline, "the timeline cannot be written")):
+        with pytest.raises(partir.PartirError, match=f"3 is a int: {text}. Give a path"):
+            write(3)  # type: ignore[arg-type]
     (tmp_path / "plan.json").write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=re.escape("plan.json: is no JSON: byte 0 is no UTF-8 text.")):
         partir.Plan.load(tmp_path / "plan.json")

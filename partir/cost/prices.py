@@ -123,13 +123,14 @@ def prices_of(cost: Cost, meshes: Sequence[Mesh], sizes: Mapping[str, Any], flee
         key = _work_key(one)
         if key not in works:
             works[key] = _work(one, meshes, values, fleet.hardware)
+    rows: Any = np.array([works[_work_key(one)] for one in cost.work])
     received: Any = sum((messages[_message_key(one)][0] * one.count for one in cost.received), np.zeros(len(meshes)))
     return Prices(
         len(meshes),
         len(fleet.hardware.links),
         1 - fleet.hardware.efficiency.overlap,
         [messages[_message_key(one)][1] for one in cost.received],
-        np.array([works[_work_key(one)] for one in cost.work]).reshape(-1, len(meshes)),
+        rows.reshape(-1, len(meshes)),
         received,
         values,
     )

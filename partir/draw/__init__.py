@@ -20,6 +20,7 @@ from partir.draw.fold import fold as fold_layers
 from partir.draw.picture import Picture
 from partir.draw.webpage import page
 from partir.draw.write import PAGE, TEXT, rendered, suffix_of, write_atomically
+from partir.paths import path_of_file
 
 if TYPE_CHECKING:
     from partir.plans import Plan
@@ -52,7 +53,7 @@ def save(plan: Plan, path: str | Path, fold: bool = True) -> None:
     Raises:
         PartirError: another suffix, a path that cannot be written, or no program `dot`.
     """
-    target = Path(path)
+    target = path_of_file(path, "the drawing", "plan.svg")
     suffix = suffix_of(target)
     picture = picture_of(plan, fold)
     if suffix in PAGE:

@@ -18,6 +18,7 @@ from partir.draw.write import write_atomically
 from partir.errors import PartirError, source_line
 from partir.hardware import Hardware
 from partir.mesh import AXES
+from partir.paths import path_of_file
 from partir.printer import op_text, type_text
 from partir.timing import node_times
 
@@ -65,7 +66,7 @@ def timeline_events(events: Iterable[Event], path: str | Path, title: str = "one
         _check(event)
     rows = _rows(listed)
     trace = {"displayTimeUnit": "ns", "traceEvents": [*_names(rows, title), *(_trace_event(event, rows) for event in _in_order(listed))]}
-    write_atomically(Path(path), (json.dumps(trace, indent=1) + "\n").encode())
+    write_atomically(path_of_file(path, "the timeline", "trace.json"), (json.dumps(trace, indent=1) + "\n").encode())
 
 
 def timeline_of(plan: Plan, hardware: str | Path | Hardware) -> list[Event]:
