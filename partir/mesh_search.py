@@ -31,6 +31,9 @@ from partir.records import collectives_of
 from partir.rules.placement import placement
 from partir.suggestions import Suggestion
 
+MARGIN, NEAR = 0.25, 0.02
+"""How far an estimate may be off, and where its program is proven to be that of other meshes of its axes."""
+
 SMALL = 300
 """Nodes of a trace of which no layers are left out: what that saves is not worth what it may be off."""
 
@@ -45,10 +48,12 @@ class Estimate:
     Args:
         suggestion: exact, or evaluated on a program that is not proven to be the mesh's own.
         least_seconds: of a step, if the calls that run in another way on the mesh took none.
+        margin: how far it may be off.
     """
 
     suggestion: Suggestion
     least_seconds: float
+    margin: float = 0.0
 
 
 @dataclass
@@ -121,7 +126,10 @@ class Search:
 
     def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
         one, exact = self._known[number, mode, mesh], self._proven.get((number, mesh), False)
-        return Estimate(Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact), one.least_seconds)
+        suggestion = Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact)
+        of_axes = [same for (n, other), same in self._proven.items() if n == number and other.split_axes() == mesh.split_axes()]
+        divides = self.templates[number].sizes(mesh, self._padded(mesh)) is not None
+        return Estimate(suggestion, one.least_seconds, NEAR if divides and of_axes and all(of_axes) else MARGIN)
 
     def effort(self, meshes: Sequence[Mesh]) -> int:
         """Return about how many nodes of programs it takes to compile for each set of axes and pads of some meshes."""

@@ -5,9 +5,14 @@ print(found)
 model = partir.parallelize(model, mesh=found[0].mesh, memory=found[0].mode)
 
 The model is traced once, and compiled with repeated layers left out for a mesh of all axes. Its symbolic cost is evaluated for every
-mesh on which the same sizes divide; along an axis of one rank its messages do not happen. That is exact where the model, laid out anew
-for the mesh, gives that very program (`partir.passes.same_program`), which is proven for the best. Where it does not (a layer norm runs
-in another way when its hidden dim is whole), or where a size does not divide, another program is compiled.
+mesh: along an axis of one rank its messages do not happen, and a size that does not divide is taken as if it did. That is an estimate. It
+is exact where the model, laid out anew for the mesh, gives that very program (`partir.passes.same_program`): this is proven for the best,
+and where it fails (a layer norm runs in another way when its hidden dim is whole; a layout is chosen by sizes) the mesh gets a program of
+its own. Estimates that may be better than the best, if they are off by a quarter, are made sure of in the same way. For small models all
+are, for on odd sizes and few elements an estimate may be off by more.
+
+Exact bytes are those of the plan. Where layers were left out, seconds and memory may be off by a few percent: messages reach over more
+layers than are kept, and small index arithmetic is counted as the program has it.
 """
 
 from __future__ import annotations
@@ -37,7 +42,6 @@ from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
-MARGIN = 0.25  # how far an estimate may be off
 EFFORT = 25_000  # nodes of programs that are compiled to compute every mesh exactly, whatever `sure` asks for
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
@@ -146,7 +150,7 @@ def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | N
     near = [
         one
         for one, estimate in open_ones.items()
-        if abs(one.memory / budget - 1) < MARGIN and _least(estimate, by) < last
+        if abs(one.memory / budget - 1) < estimate.margin and _least(estimate, by) < last
     ]
     perhaps = [one for one in ranked if one in open_ones and _least(open_ones[one], by) < getattr(ranked[0], KEYS[by])]
     return next((one for one in [*ranked[:sure], *perhaps, *near] if one in open_ones), None)
@@ -155,7 +159,7 @@ def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | N
 def _least(estimate: Estimate, by: str) -> float:
     """Return the least that an estimate may stand for."""
     most = estimate.least_seconds if by == "time" else getattr(estimate.suggestion, KEYS[by])
-    return most * (1 - MARGIN)
+    return most * (1 - estimate.margin)
 
 
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:
