@@ -14,11 +14,11 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -q -m "ranks and not slow"
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not ranks and not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not ranks and not slow"
 
 test-all: lint
 	$(BIN)/python -m pytest -q -m ranks
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not ranks"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not ranks"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -33,9 +33,9 @@ def test_planning_prints_every_pass() -> None:
 
 def test_choosing_a_mesh_is_timed() -> None:
     sizes = "--layers 1 --hidden 32 --heads 4 --batch 8 --seq 16 --vocabulary 64"
-    printed = run("choosing_meshes.py", *f"--ranks 2 4 --by bytes {sizes}".split())
+    printed = run("choosing_meshes.py", *f"--ranks 2 --by bytes {sizes}".split())
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
-    assert [row[:3] for row in rows] == [["2", "bytes", "4"], ["4", "bytes", "10"]]
+    assert [row[:3] for row in rows] == [["2", "bytes", "4"]]
 
 
 def test_random_numbers_are_timed_side_by_side() -> None:
