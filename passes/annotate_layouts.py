@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from partir.assignment import Assignment, Call, SubFactor, merge, operand_layouts, project, result_layouts
-from partir.errors import source_line
+from partir.errors import LayoutError, source_line
 from partir.graph import gives_gradient, is_call, is_getitem, layouts_of, operands, results_of
 from partir.law import first_split, is_lawful, place_axes, scatter_rows, states_to_try
 from partir.layout import Layout, dtype_name
@@ -185,9 +185,10 @@ class _Annotator:
     def _choose(self, node: Node) -> Choice:
         call = Call.of(node, node.meta["grad"])
         present = [operand.meta["layout"] for operand in operands(node)]
-        choices = [
-            self._evaluate(node, call, candidate, present) for candidate in self._candidates(node, call, present)
-        ]
+        try:
+            choices = [self._evaluate(node, call, candidate, present) for candidate in self._candidates(node, call, present)]
+        except LayoutError as error:
+            raise _of_empty(node) or error from None
         pinned = self.given.layouts.get(node.name)
         if pinned is not None:
             choices = [_pin(choice, pinned) for choice in choices]
@@ -197,11 +198,8 @@ class _Annotator:
         if is_lawful(call):
             yield from self._lawful(node, call, present)
             return
-        projections = [
-            project(call, index, layout, self.mesh)
-            for index, layout in enumerate(present)
-            if layout is not None and layout.split_axes
-        ]
+        split = [(index, layout) for index, layout in enumerate(present) if layout is not None and layout.split_axes]
+        projections = [project(call, index, layout, self.mesh) for index, layout in split]
         order = sorted(range(len(projections)), key=lambda i: -sum(len(axes) for axes in projections[i].values()))
         for first in order:
             merged = projections[first]
@@ -213,10 +211,8 @@ class _Annotator:
             if rows and rows != merged:
                 yield None, rows, f"{where}, what is summed over made whole"
         first = first_split(call, self.placement, self.mesh) if node.meta["grad"] and node.meta["from_inputs"] else {}
-        if projections:
-            yield None, {}, "it runs whole on every rank"
-        else:
-            yield None, first, "no operand is split" + (": it splits as the input of a first product" if first else "")
+        alone = "no operand is split" + (": it splits as the input of a first product" if first else "")
+        yield (None, {}, "it runs whole on every rank") if projections else (None, first, alone)
 
     def _lawful(self, node: Node, call: Call, present: Sequence[Layout | None]) -> Iterator[Candidate]:
         product = call.binding.product
@@ -283,6 +279,15 @@ class _Annotator:
         for value in node.all_input_nodes:
             if value.meta["layout"] is None:
                 self.decide(value, None, "it leaves the program as it is")
+
+
+def _of_empty(node: Node) -> LayoutError | None:
+    """Return what to say where a call cannot be laid out for a tensor without elements."""
+    for operand in operands(node):
+        if results_of(operand)[0].numel() == 0:
+            where = f"{source_line(node.meta)}: {node.name} reads {operand.name} {list(results_of(operand)[0].shape)}"
+            return LayoutError(f"{where}, which has no elements to divide among ranks. Leave batches without rows out.")
+    return None
 
 
 def _split_operands(node: Node) -> list[Node]:

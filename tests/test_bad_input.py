@@ -154,6 +154,13 @@ def test_an_index_beyond_its_dim_is_the_error_of_one_device(name: str) -> None:
         model(bad.clamp(max=size - 1)).sum().backward()
 
 
+def test_a_batch_without_rows() -> None:
+    model = partir.parallelize(nn.Sequential(nn.Linear(8, 4)), mesh=(2, 1, 2))
+    with pytest.raises(PartirError, match=r"linear reads input_1 \[0, 8\], which has no elements to divide among ranks. Leave"):
+        model(torch.empty(0, 8))
+    assert model(torch.ones(4, 8)).shape == (4, 4)
+
+
 def test_inputs_without_values() -> None:
     text = refused(PartirError, mlp(), torch.randn(24, 24, device="meta"), (2, 1, 1))
     assert "Sequential: input 'input' is on meta, the parameters are on cpu" in text
