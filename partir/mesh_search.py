@@ -26,6 +26,7 @@ from partir.passes.choose_pads import choose_pads
 from partir.passes.fold_layers import fold_layers, is_periodic
 from partir.passes.same_program import is_same_program
 from partir.passes.trace import trace
+from partir.precision import without_autocast
 from partir.program import Program
 from partir.records import collectives_of
 from partir.rules.placement import placement
@@ -88,7 +89,8 @@ class Search:
     def _fold(self, period: int | None) -> None:
         """Leave out layers that repeat each other after a period, and forget what was compiled."""
         self.folded = fold_layers(self._traced, period)
-        self._graph = pipeline.factorise(self.folded.traced)
+        with without_autocast():
+            self._graph = pipeline.factorise(self.folded.traced)
         dims = [dim for node in self._graph.graph.nodes for result in node.meta.get("subdims", ()) for dim in result]
         self._sizes = {one.key: one.size for dim in dims for one in dim}
         self.templates.clear()
@@ -158,7 +160,8 @@ class Search:
             if key not in self._proven:
                 comparable = not template.padded or template.mesh.split_axes() == mesh.split_axes()
                 if template.mesh != mesh and comparable and laid_out is None:
-                    laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
+                    with without_autocast():
+                        laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
                 same = comparable and laid_out is not None and is_same_program(template.low, laid_out, mesh)
                 self._proven[key] = template.mesh == mesh or same
             if self._proven[key]:
@@ -223,7 +226,8 @@ class Search:
     def _compiles(self, mesh: Mesh) -> bool:
         """Compile for a mesh; where that fails, note why."""
         try:
-            self.templates.append(self._compile(mesh))
+            with without_autocast():
+                self.templates.append(self._compile(mesh))
         except PartirError as error:
             self._failed[mesh] = str(error)
         return mesh not in self._failed

@@ -20,14 +20,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from partir import rules as rule_files
 from partir.errors import MeshError, PartirError
 from partir.garbage import paused_collector
 from partir.hardware import Hardware, load_hardware
@@ -59,6 +61,9 @@ def suggest_mesh(
     axes: Sequence[str] = AXES,
     modes: Sequence[str] = MODES,
     outputs: str = "auto",
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    rules: str | Path | Iterable[str | Path] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Suggestions:
     """Return every mesh of a number of ranks, ranked, and those that do not fit.
@@ -74,20 +79,37 @@ def suggest_mesh(
             best, if they are off by a quarter at most. None: all, which takes a moment for each, and is done for small models anyway.
         axes: that may have more than one rank; ``("x", "y", "z")`` leaves data out.
         modes: memory modes to try.
-        outputs: as for `partir.parallelize`.
+        outputs, compute_dtype, reduce_dtype, rules: as for `partir.parallelize`.
         progress: is told of each class that is compiled.
 
     Raises:
         PartirError: nothing fits (the message names what comes closest), or anything that compiling finds.
     """
-    _check(ranks, by, axes, modes)
+    options = Options(outputs=outputs, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype, rules=rule_files.read(rules))
+    inputs = positional(example_inputs), dict(example_kwargs or {})
     profile = load_hardware(hardware)
     budget = profile.memory if memory is None else parse_bytes(memory)
+    return _suggested(model, ranks, inputs, options, profile, budget, by, sure, axes, modes, progress)
+
+
+def _suggested(
+    model: nn.Module,
+    ranks: int,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    options: Options,
+    profile: Hardware,
+    budget: float,
+    by: str,
+    sure: int | None = 5,
+    axes: Sequence[str] = AXES,
+    modes: Sequence[str] = MODES,
+    progress: Callable[[str], None] | None = None,
+) -> Suggestions:
+    _check(ranks, by, axes, modes)
     plain = original_class(model) if isinstance(model, ParallelModule) else contextlib.nullcontext()
-    with plain, paused_collector(), shared_formulas():
-        inputs = positional(example_inputs), dict(example_kwargs or {})
-        search = Search(model, *inputs, Options(outputs=outputs), modes, profile, axes, progress)
-        meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
+    meshes = sorted(factorisations(ranks, axes), key=lambda mesh: -len(mesh.split_axes()))
+    with plain, paused_collector(), shared_formulas(), rule_files.using(options.rules):
+        search = Search(model, *inputs, options, modes, profile, axes, progress)
         estimates = search.run(meshes)
         sure = None if search.effort(meshes) < EFFORT else sure
         while unsure := _unsure(estimates, budget, by, sure):
@@ -114,7 +136,7 @@ def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mappin
     """Return the mesh of this world's ranks that receives the fewest bytes, of those that fit into the device's memory.
 
     Args:
-        options: whose memory mode and outputs are kept.
+        options: of the compilation; where memory is a mode, it is kept.
 
     Raises:
         MeshError: torch.distributed is not initialised, or there is no example to trace.
@@ -132,9 +154,8 @@ def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mappin
     asked = budget_of(options.memory)
     ranks, modes = dist.get_world_size(), (options.memory,) if asked is None else MODES
     memory = memory if asked is None else min(memory, asked)
-    found = suggest_mesh(
-        model, ranks, example_inputs, example_kwargs, memory=memory, by="bytes", modes=modes, outputs=options.outputs
-    )
+    inputs = positional(example_inputs), dict(example_kwargs or {})
+    found = _suggested(model, ranks, inputs, options, load_hardware("dgx-h100"), memory, "bytes", modes=modes)
     return Mesh.parse(found[0].mesh)
 
 

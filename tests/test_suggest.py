@@ -142,6 +142,15 @@ def test_small_models_are_computed_exactly() -> None:
         assert (one.bytes, one.memory) == (plan.bytes(), plan.cost().peak_memory())
 
 
+def test_the_dtype_of_computation_is_that_of_the_plan() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to("meta"), torch.empty(32, 64, device="meta")
+    chosen: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for one in partir.suggest_mesh(model, 4, x, by="bytes", axes=("y", "z"), modes=("low",), **chosen):
+        assert one.exact and one.bytes == partir.plan(model, one.mesh, x, **chosen).bytes()
+    with pytest.raises(PartirError, match="compute_dtype=torch.int8 is not understood"):
+        partir.suggest_mesh(model, 4, x, compute_dtype=torch.int8)
+
+
 @pytest.mark.parametrize("by", ["bytes", pytest.param("time", marks=pytest.mark.slow), pytest.param("memory", marks=pytest.mark.slow)])
 def test_the_best_of_the_estimates_is_the_best_of_all(by: str) -> None:
     model, args, kwargs = gpt(num_layers=1)
