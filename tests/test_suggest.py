@@ -142,6 +142,14 @@ def test_small_models_are_computed_exactly() -> None:
         assert (one.bytes, one.memory) == (plan.bytes(), plan.cost().peak_memory())
 
 
+def test_numbers_beyond_64_bits() -> None:
+    model, rows = nn.Linear(2**14, 2**16, bias=False, device="meta"), torch.empty(2**33, 2**14, device="meta")
+    (one,) = partir.suggest_mesh(model, 2, rows, axes=("x",), modes=("low",), memory="1000000TB", outputs="sharded")
+    plan = partir.plan(model, one.mesh, rows, outputs="sharded")
+    assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=1e-6)
+    assert one.memory == pytest.approx(plan.cost().peak_memory(), rel=1e-12)
+
+
 def test_the_dtype_of_computation_is_that_of_the_plan() -> None:
     model, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to("meta"), torch.empty(32, 64, device="meta")
     chosen: dict[str, Any] = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -81,6 +81,10 @@ class Monomial:
             return above // below if above % below == 0 else Fraction(above, below)
         return above / below
 
+    def numerator_at(self, sizes: Mapping[str, int]) -> int:
+        """Return what it is before anything is divided."""
+        return math.prod((self.coefficient.numerator, *(sizes[name] ** power for name, power in self.powers if power > 0)))
+
     @property
     def expression(self) -> sympy.Expr:
         """It as a sympy expression."""

@@ -17,6 +17,9 @@ from partir.link_routes import Route, route_of
 from partir.mesh import Mesh
 from partir.timing import compute_seconds
 
+LARGEST = 2**62
+"""Numbers from here on are floats."""
+
 
 @dataclass(frozen=True, eq=False)
 class Fleet:
@@ -101,6 +104,16 @@ class Values:
         some = Values({name: size[columns] for name, size in self.sizes.items()}, len(columns))
         some._found = {size: value[columns] for size, value in self._found.items()}
         return some
+
+
+def sizes_at(cost: Cost, sizes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Return the value of each symbol, an array with one number for each of ``sizes``: integers, unless a product would not fit 64 bits."""
+    at: dict[str, Any] = {name: np.array([one.get(name, usual) for one in sizes]) for name, usual in cost.values.items()}
+    most = {name: int(array.max()) for name, array in at.items()}
+    monomials = [*(part for one in cost.received for part in one.parts), *(one.bytes for one in cost.blocks)]
+    monomials += [part for one in cost.work for part in (one.flops, *one.memory)]
+    fits = all(monomial.numerator_at(most) < LARGEST for monomial in dict.fromkeys(monomials))
+    return at if fits else {name: array.astype(np.float64) for name, array in at.items()}
 
 
 def prices_of(cost: Cost, meshes: Sequence[Mesh], sizes: Mapping[str, Any], fleet: Fleet) -> Prices:

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.fx import GraphModule, Node
 
 from partir.cost.cost import Cost
 from partir.cost.lifetimes import blocks_of
 from partir.cost.monomial import Monomial
-from partir.cost.prices import Fleet, Prices, prices_of
+from partir.cost.prices import Fleet, Prices, prices_of, sizes_at
 from partir.cost.sizes import ProgramSizes
 from partir.cost.step_seconds import Step, Steps, step_seconds
 from partir.dims import Dim
@@ -125,8 +124,7 @@ class Template:
             fleet: of the hardware.
         """
         cost = self.costs[memory]
-        at = {name: np.array([one.get(name, usual) for one in sizes]) for name, usual in cost.values.items()}
-        prices = prices_of(cost, meshes, at, fleet)
+        prices = prices_of(cost, meshes, sizes_at(cost, sizes), fleet)
         of_axes: dict[tuple[str, ...], list[int]] = {}
         for number, mesh in enumerate(meshes):
             of_axes.setdefault(mesh.split_axes(), []).append(number)
