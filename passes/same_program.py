@@ -23,7 +23,7 @@ from partir.graph import collective_name, is_collective, is_getitem, layouts_of,
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.bucket_vectors import layer_of
-from partir.passes.node_facts import GATHERS, collective, is_move, is_pointwise, is_view
+from partir.passes.node_facts import GATHERS, IDENTITIES, collective, is_move, is_pointwise, is_view
 from partir.passes.share_gathers import argument_key
 from partir.records import axis_of
 
@@ -113,14 +113,20 @@ def _present(axis: str, mesh: Mesh) -> tuple[str, ...]:
 
 def _become_one(graph: Graph, mesh: Mesh, less: Mesh) -> bool:
     """Return whether calls that differ by axes of one rank alone would be merged, vectors gathered together that are not, or values
-    kept whose messages are sent again because what they are made of was gathered.
+    kept that are made or sent again because what they are made of was gathered.
     """
     if less == mesh:
         return False
     if not _repeated(graph, less) <= _repeated(graph, mesh) or _vectors_meet(graph, less):
         return True
-    again = _gathered(graph, mesh) - _gathered(graph, less)
-    return any(collective(node) == "all_to_all" and not _is_alone(node, less) for node in again)
+    return any(_is_worth_keeping(node, less) for node in _gathered(graph, mesh) - _gathered(graph, less))
+
+
+def _is_worth_keeping(node: Node, mesh: Mesh) -> bool:
+    """Return whether a call makes more than a vector, or sends it, on a mesh."""
+    if _is_alone(node, mesh) or is_view(node) or is_getitem(node) or collective(node) in IDENTITIES:
+        return False
+    return collective(node) == "all_to_all" or any(result.dim() > 1 for result in tensors_of(node))
 
 
 def _gathered(graph: Graph, mesh: Mesh) -> set[Node]:

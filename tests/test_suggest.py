@@ -189,6 +189,24 @@ def test_a_table_that_is_sent_again_is_not_one_that_is_gathered() -> None:
         assert (one.exact, one.bytes) == (True, partir.plan(model, one.mesh, ids, memory=one.mode).bytes()), one
 
 
+def test_a_copy_of_gathered_weights_is_made_again_where_they_are_gathered() -> None:
+    """Experts as an einsum copy their weights: along data alone nothing was gathered, and the copy is kept for the backward."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Parameter(torch.empty(4, 16, 32)), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bsh,ehf->bsef", self.gate(x), self.up).square().mean()
+
+    model, x = Experts().to("meta"), torch.empty(8, 4, 16, device="meta")
+    for one in partir.suggest_mesh(model, 4, x, axes=("data", "y", "z"), modes=("low",), sure=None):
+        plan = partir.plan(model, one.mesh, x)
+        assert one.exact and one.bytes == plan.bytes()
+        assert one.memory == pytest.approx(plan.cost().peak_memory(), rel=2e-3), one
+
+
 def test_the_order_is_that_of_what_is_asked_for() -> None:
     received = [one.bytes for one in suggested()]
     assert received == sorted(received)
