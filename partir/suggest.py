@@ -11,8 +11,8 @@ and where it fails (a layer norm runs in another way when its hidden dim is whol
 its own. Estimates that may be better than the best, if they are off by a quarter, are made sure of in the same way. For small models all
 are, for on odd sizes and few elements an estimate may be off by more.
 
-Exact bytes are those of the plan. Where layers were left out, seconds and memory may be off by a few percent: messages reach over more
-layers than are kept, and small index arithmetic is counted as the program has it.
+Exact bytes are those of the plan. Seconds and memory may be off by a few percent: where layers were left out, for messages reach over more
+layers than are kept; where one head or one row is left on a rank, for copies are views there; and by index arithmetic of small models.
 """
 
 from __future__ import annotations
