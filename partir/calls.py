@@ -47,6 +47,10 @@ class Call:
     items: tuple[tuple[Node, int], ...]
     _moves: dict[int, bool] = field(default_factory=dict[int, bool])
 
+    def is_alone(self, mesh: Mesh) -> bool:
+        """Return whether it is a collective in groups of one rank, which hands its operand on."""
+        return bool(self.operands) and mesh.extent(self.axes or ()) == 1
+
     def moves(self, mesh: Mesh) -> bool:
         """Return whether a collective sends a message on a mesh."""
         ranks = mesh.extent(self.axes or ())

@@ -88,7 +88,7 @@ def _turns(calls: Iterable[Call], mesh: Mesh) -> list[Turn]:
         node = call.node
         if call.is_item and node in made:
             continue  # of a bucket in groups of one
-        if call.operands and mesh.extent(call.axes or ()) == 1:
+        if call.is_alone(mesh):
             made |= _handed_on(call, made)
             continue
         turn = Turn(node, "call", call.is_light)

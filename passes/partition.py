@@ -93,7 +93,7 @@ def made_again(joint: GraphModule, memory: str, without_gradient: frozenset[Node
         if node.op != "call_function" or is_random(node):
             continue
         reads = operands(node)
-        if _is_gathered(node, gathered, free):
+        if is_gathered(node, gathered, free):
             gathered.add(node)
         if (not reads or all(read in free for read in reads)) and _is_cheap(node):
             free.add(node)
@@ -125,8 +125,13 @@ def _casts_input(node: Node) -> bool:
     return op_name(node) == "aten::_to_copy" and operands(node)[0].op == "placeholder"
 
 
-def _is_gathered(node: Node, gathered: set[Node], free: set[Node]) -> bool:
-    """Return whether a node holds what a collective gathered, moved or combined elementwise at most."""
+def is_gathered(node: Node, gathered: set[Node], free: set[Node]) -> bool:
+    """Return whether a node holds what a collective gathered, moved or combined elementwise at most.
+
+    Args:
+        gathered: the nodes before it that do.
+        free: nodes that hold what needs no gradient.
+    """
     if collective(node) in GATHERS:
         return True
     reads = operands(node)

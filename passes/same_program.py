@@ -23,7 +23,8 @@ from partir.graph import collective_name, is_collective, is_getitem, layouts_of,
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.bucket_vectors import layer_of
-from partir.passes.node_facts import GATHERS, IDENTITIES, collective, is_move, is_pointwise, is_view
+from partir.passes.node_facts import IDENTITIES, collective, is_view
+from partir.passes.partition import is_gathered
 from partir.passes.share_gathers import argument_key
 from partir.records import axis_of
 
@@ -132,11 +133,13 @@ def _is_worth_keeping(node: Node, mesh: Mesh) -> bool:
 def _gathered(graph: Graph, mesh: Mesh) -> set[Node]:
     """Return what a collective gathers, moved or combined elementwise at most: what ``memory="low"`` makes again."""
     found: set[Node] = set()
+    inputs = set(graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
-        gathers = collective(node) in GATHERS and mesh.extent(axes_in(axis_of(node))) > 1
-        light = is_view(node) or is_getitem(node) or is_move(node) or is_pointwise(node)
-        handed_on = light and all(read in found or read.op == "placeholder" for read in node.all_input_nodes)
-        if gathers or (handed_on and found.intersection(node.all_input_nodes)):
+        if _is_alone(node, mesh):
+            gathered = node.all_input_nodes[0] in found
+        else:
+            gathered = node.op == "call_function" and is_gathered(node, found, inputs)
+        if gathered:
             found.add(node)
     return found
 

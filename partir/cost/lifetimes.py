@@ -141,8 +141,8 @@ class _Stage:
         """Return whether a call's result is its operand: a view, another type of a collective's, a group of one rank."""
         if node not in self._other_names:
             call = self.calls[node]
-            alone = bool(call.operands) and (self.mesh.extent(call.axes or ()) == 1 or collective_name(node) in RENAMES)
-            self._other_names[node] = alone if call.axes is not None else call.is_view
+            renamed = call.axes is not None and bool(call.operands) and collective_name(node) in RENAMES
+            self._other_names[node] = renamed or call.is_alone(self.mesh) or call.is_view
         return self._other_names[node]
 
 

@@ -105,14 +105,13 @@ class Template:
         return values
 
     def relaxed(self, mesh: Mesh, padded: Padded) -> dict[str, int]:
-        """Return the value of each symbol on a mesh of another class, as if every size divided there."""
-        pads = {name: padded.get(key, (size, size))[1] for key, (size, name) in self._pads.items()}
-        return {**{axis: mesh[axis] for axis in self.mesh.names}, **pads}
+        """Return the value of each symbol on a mesh of another class, as if every size divided there.
 
-    @property
-    def _pads(self) -> dict[int, tuple[int, str]]:
-        """By the key of each sub-dim that is padded, its size and the symbol of its padded size."""
-        return {key: (size, self.symbols[(size, wanted)]) for key, (size, wanted) in self.padded.items()}
+        Args:
+            padded: what `choose_pads` pads there: the same sub-dims as here.
+        """
+        pads = {self.symbols[(size, wanted)]: padded[key][1] for key, (size, wanted) in self.padded.items()}
+        return {**{axis: mesh[axis] for axis in self.mesh.names}, **pads}
 
     def evaluate(self, memory: str, meshes: Sequence[Mesh], sizes: Sequence[Mapping[str, int]], fleet: Fleet) -> list[Figures]:
         """Return what a step costs on some meshes.
