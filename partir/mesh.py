@@ -108,14 +108,14 @@ class Mesh:
         return math.prod(self.sizes)
 
     def __getitem__(self, axis: str) -> int:
-        return self.sizes[self.names.index(axis)] if axis in self.names else 1
+        return self._size_of.get(axis, 1)
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes)) + ")"
 
     def extent(self, axes: Sequence[str]) -> int:
         """Return the number of ranks in a group over ``axes``."""
-        return math.prod(self[axis] for axis in axes)
+        return math.prod([self._size_of.get(axis, 1) for axis in axes])
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return a rank's place along each axis."""
@@ -151,6 +151,10 @@ class Mesh:
     def split_axes(self) -> tuple[str, ...]:
         """Return the axes that have more than one rank."""
         return self._split_axes
+
+    @cached_property
+    def _size_of(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes))
 
     @cached_property
     def _split_axes(self) -> tuple[str, ...]:

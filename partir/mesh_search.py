@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from partir.cost.cost import Cost, cost_in_symbols, sizes_of
 from partir.cost.prices import Fleet
@@ -20,20 +21,18 @@ from partir.cost.template import Figures, Padded, Template, pad_symbols, parts_o
 from partir.errors import PartirError
 from partir.hardware import Hardware
 from partir.mesh import AXES, Mesh
+from partir.mesh_proofs import Proofs
 from partir.options import Options
 from partir.passes import pipeline
 from partir.passes.choose_pads import choose_pads
 from partir.passes.fold_layers import fold_layers, is_periodic
-from partir.passes.same_program import is_same_program
+from partir.passes.pipeline import Lowered
 from partir.passes.trace import trace
 from partir.precision import without_autocast
 from partir.program import Program
 from partir.records import collectives_of
 from partir.rules.placement import placement
 from partir.suggestions import Suggestion
-
-MARGIN, NEAR = 0.25, 0.02
-"""How far an estimate may be off, and where its program is proven to be that of other meshes of its axes."""
 
 SMALL = 300
 """Nodes of a trace of which no layers are left out: what that saves is not worth what it may be off."""
@@ -48,13 +47,13 @@ class Estimate:
 
     Args:
         suggestion: exact, or evaluated on a program that is not proven to be the mesh's own.
-        least_seconds: of a step, if the calls that run in another way on the mesh took none.
-        margin: how far it may be off.
+        least_bytes, least_seconds, least_memory: what it may be at least.
     """
 
     suggestion: Suggestion
+    least_bytes: float
     least_seconds: float
-    margin: float = 0.0
+    least_memory: float
 
 
 @dataclass
@@ -97,7 +96,8 @@ class Search:
         self._failed = dict[Mesh, str]()
         self._pads = dict[Mesh, Padded]()
         self._known = dict[tuple[int, str, Mesh], Figures]()
-        self._proven = dict[tuple[int, Mesh], bool]()
+        self._values = dict[tuple[int, Mesh], "dict[str, int] | None"]()
+        self._proofs = Proofs(self._lay_out)
 
     def run(self, meshes: Sequence[Mesh]) -> list[Estimate]:
         """Return a suggestion for each mesh and mode; what cannot be compiled says why."""
@@ -110,7 +110,7 @@ class Search:
         found: list[Estimate] = []
         for mesh, place in zip(meshes, places, strict=True):
             if place is None:
-                found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0.0) for mode in self.modes]
+                found += [Estimate(Suggestion(_tuple(mesh), mode, 0, 0.0, 0, self._failed[mesh]), 0, 0.0, 0) for mode in self.modes]
             else:
                 of_templates.setdefault(place[0], []).append((mesh, place))
         for number, members in of_templates.items():
@@ -127,11 +127,13 @@ class Search:
         return [self._estimate(number, mode, mesh) for mesh, _ in members]
 
     def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
-        one, exact = self._known[number, mode, mesh], self._proven.get((number, mesh), False)
+        one, exact = self._known[number, mode, mesh], bool(self._proofs.is_own(number, mesh))
         suggestion = Suggestion(_tuple(mesh), mode, one.bytes, one.seconds, one.memory, exact=exact)
-        of_axes = [same for (n, other), same in self._proven.items() if n == number and other.split_axes() == mesh.split_axes()]
-        divides = self.templates[number].sizes(mesh, self._padded(mesh)) is not None
-        return Estimate(suggestion, one.least_seconds, NEAR if divides and of_axes and all(of_axes) else MARGIN)
+        if exact:
+            return Estimate(suggestion, one.bytes, one.seconds, one.memory)
+        template = self.templates[number]
+        margin, of_memory = self._proofs.margins(number, template, mesh, self._sizes_on(number, mesh) is not None)
+        return Estimate(suggestion, one.bytes * (1 - margin), one.least_seconds * (1 - margin), one.memory * (1 - of_memory))
 
     def effort(self, meshes: Sequence[Mesh]) -> int:
         """Return about how many nodes of programs it takes to compile for each set of axes and pads of some meshes."""
@@ -140,33 +142,35 @@ class Search:
         graphs = [graph for program in programs for graph in (program.forward, program.backward) if graph is not None]
         return len(classes) * sum(len(graph.graph.nodes) for graph in graphs)
 
+    def look_closer(self, mesh: Mesh) -> bool:
+        """Lay a mesh out anew; return whether that is new, and some program is the mesh's own or laid out like it."""
+        known = self._proofs.has_seen(mesh)
+        return not known and (self._prove(mesh) or any(self._proofs.is_alike(number, mesh) for number, _ in self._matching(mesh)))
+
     def make_sure(self, mesh: Mesh) -> None:
         """Prove that a program which is there is a mesh's own, or compile one that is."""
-        template = next(iter(self._matching(mesh)), None)
-        wide = self._widened(_smallest(mesh), self.templates[template[0]] if template else None)
-        likes = iter(dict.fromkeys([wide, _smallest(mesh), mesh]))
-        while not self._prove(mesh) and mesh not in self._failed:
-            like = next(likes, None)
-            if like is None:
-                self._failed[mesh] = "its program is of no known class"
-            elif like == mesh or set(self._padded(like)) == set(self._padded(mesh)) and all(like != one.mesh for one in self.templates):
-                self._compiles(like)
+        if self._prove(mesh):
+            return
+        for like in self._likes(mesh):
+            if self._compiles(like, mesh) and self._prove(mesh):
+                return
+        self._failed.setdefault(mesh, "its program is of no known class")
+
+    def _likes(self, mesh: Mesh) -> list[Mesh]:
+        """Return meshes whose program may be that of a mesh, and of others: first with all axes more that change no op's form."""
+        template = next((self.templates[number] for number, _ in self._matching(mesh)), None)
+        free, smallest = self._free_axes(mesh, template), _smallest(mesh)
+        likes = [_with(smallest, axes) for axes in (free, *([one for one in free if one != axis] for axis in free), [])]
+        known = [one.mesh for one in self.templates]
+        new = [one for one in dict.fromkeys(likes) if one not in known and _tuple(one) != _tuple(mesh)]
+        return [*(one for one in new if set(self._padded(one)) == set(self._padded(mesh))), mesh]
 
     def _prove(self, mesh: Mesh) -> bool:
-        """Return whether a program is, without the axes that the mesh lacks, the one that the mesh would get: it is laid out anew."""
-        laid_out = None
-        for number, _ in self._matching(mesh):
-            template, key = self.templates[number], (number, mesh)
-            if key not in self._proven:
-                comparable = not template.padded or template.mesh.split_axes() == mesh.split_axes()
-                if template.mesh != mesh and comparable and laid_out is None:
-                    with without_autocast():
-                        laid_out = pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
-                same = comparable and laid_out is not None and is_same_program(template.low, laid_out, mesh)
-                self._proven[key] = template.mesh == mesh or same
-            if self._proven[key]:
-                return True
-        return False
+        return any(self._proofs.prove(number, self.templates[number], mesh) for number, _ in self._matching(mesh))
+
+    def _lay_out(self, mesh: Mesh) -> GraphModule:
+        with without_autocast():
+            return pipeline.lay_out(self.folded.traced, mesh, self.options, self._graph)
 
     def _place(self, mesh: Mesh) -> Place | None:
         """Return the template that stands for a mesh, that of the fewest axes before others; None: it fails."""
@@ -179,14 +183,18 @@ class Search:
 
     def _template(self, mesh: Mesh) -> Place | None:
         """Return the template of a mesh's class: one that is proven to be its own before one that may be, and no other."""
-        found = [place for place in self._matching(mesh) if self._proven.get((place[0], mesh), True)]
-        return min(found, key=lambda place: not self._proven.get((place[0], mesh), False), default=None)
+        found = [(self._proofs.is_own(place[0], mesh), place) for place in self._matching(mesh)]
+        return min((one for one in found if one[0] is not False), key=lambda one: not one[0], default=(None, None))[1]
 
     def _matching(self, mesh: Mesh) -> list[Place]:
         """Return the templates on which the same sizes divide and are padded, those of the fewest axes first."""
-        padded = self._padded(mesh)
-        places = [(number, self.templates[number].sizes(mesh, padded)) for number in self._wider(mesh)]
+        places = [(number, self._sizes_on(number, mesh)) for number in self._wider(mesh)]
         return [(number, sizes) for number, sizes in places if sizes is not None]
+
+    def _sizes_on(self, number: int, mesh: Mesh) -> dict[str, int] | None:
+        if (number, mesh) not in self._values:
+            self._values[number, mesh] = self.templates[number].sizes(mesh, self._padded(mesh))
+        return self._values[number, mesh]
 
     def _relaxed(self, mesh: Mesh) -> Place | None:
         """Return the template that stands for a mesh as if all sizes divided: the one of fewest axes that pads the same dims."""
@@ -206,12 +214,12 @@ class Search:
         Where a program of the smallest sizes is there and another class, the mesh's own sizes are what makes the difference. The first is
         for all axes and the smallest sizes, for most meshes are estimated from it.
         """
-        if not self.templates and self._compiles(self._widened(_smallest(mesh))):
+        if not self.templates and self._compiles(_with(_smallest(mesh), self.axes)):
             return
         axes, padded = set(mesh.split_axes()), set(self._padded(mesh))
         divided = [one for one in self.templates if set(one.mesh.split_axes()) >= axes and set(one.padded) == padded]
         sizes = [mesh] if divided else [_smallest(mesh), mesh]
-        self._compile_first([each for like in sizes for each in (self._widened(like), like)], mesh)
+        self._compile_first([each for like in sizes for each in (_with(like, self.axes), like)], mesh)
 
     def _compile_first(self, likes: Sequence[Mesh], mesh: Mesh) -> None:
         """Compile for the first of some meshes that serves another."""
@@ -219,26 +227,29 @@ class Search:
             known = {template.mesh for template in self.templates}
             if like in known or set(self._padded(like)) != set(self._padded(mesh)):
                 continue
-            if self._compiles(like) and self.templates[-1].sizes(mesh, self._padded(mesh)) is not None:
+            if self._compiles(like) and self._sizes_on(len(self.templates) - 1, mesh) is not None:
                 return
         self._failed.setdefault(mesh, "its program is of no known class")
 
-    def _compiles(self, mesh: Mesh) -> bool:
-        """Compile for a mesh; where that fails, note why."""
+    def _compiles(self, mesh: Mesh, serving: Mesh | None = None) -> bool:
+        """Compile for a mesh, if that is the program of another; where it fails, note why; return whether it was compiled."""
         try:
             with without_autocast():
-                self.templates.append(self._compile(mesh))
+                low = self._lower(mesh)
+                if serving is not None and not self._proofs.is_program_of(low, self._padded(mesh), serving):
+                    return False
+                self.templates.append(self._compile(low))
         except PartirError as error:
             self._failed[mesh] = str(error)
         return mesh not in self._failed
 
-    def _widened(self, mesh: Mesh, template: Template | None = None) -> Mesh:
-        """Return a mesh with two ranks along the axes that it lacks; of those of a template, the ones that change no op's form."""
+    def _free_axes(self, mesh: Mesh, template: Template | None) -> list[str]:
+        """Return the axes that a mesh lacks; of those of a template, the ones that change no op's form."""
         axes = mesh.split_axes()
         for axis in self.axes:
             if axis not in axes and (template is None or template.other_forms(axes) == template.other_forms((*axes, axis))):
                 axes = (*axes, axis)
-        return Mesh(AXES, tuple(max(mesh[axis], 2 if axis in axes else 1) for axis in AXES))
+        return [axis for axis in axes if mesh[axis] == 1]
 
     def _padded(self, mesh: Mesh) -> Padded:
         if mesh not in self._pads:
@@ -246,13 +257,16 @@ class Search:
             self._pads[mesh] = {key: (self._sizes[key], size) for key, size in pads.items()}
         return self._pads[mesh]
 
-    def _compile(self, mesh: Mesh) -> Template:
-        if self.progress is not None:
-            self.progress(f"compiling for {mesh}")
+    def _lower(self, mesh: Mesh) -> Lowered:
         low = pipeline.lower(self.folded.traced, mesh, self.options, factorised=self._graph)
         if not is_periodic(low.annotated, self.folded):
             self._fold(2 if self.folded.period == 1 else None)
-            return self._compile(mesh)
+            return self._lower(mesh)
+        return low
+
+    def _compile(self, low: Lowered) -> Template:
+        if self.progress is not None:
+            self.progress(f"compiling for {low.mesh}")
         keys, values, names = pad_symbols(low)
         programs, sizes, costs = dict[str, Program](), dict[str, ProgramSizes](), dict[str, Cost]()
         for mode, compiled in pipeline.derive_each(low, self.modes).items():
@@ -260,14 +274,19 @@ class Search:
             known = {**inputs.values, **values}
             programs[mode], sizes[mode] = compiled.program, sizes_of(compiled, {**inputs.keys, **keys}, known)
             costs[mode] = cost_in_symbols(compiled, collectives_of(compiled.program), sizes[mode], known, self.folded.counts)
-        parts = parts_of(low.graph, keys, mesh)
-        return Template(low, self._padded(mesh), names, parts, programs, sizes, costs, self.folded)
+        parts = parts_of(low.graph, keys, low.mesh)
+        return Template(low, self._padded(low.mesh), names, parts, programs, sizes, costs, self.folded)
 
 
 def _smallest(mesh: Mesh) -> Mesh:
     """Return the mesh of the same axes whose sizes are the smallest prime of each: on it most sizes divide."""
     primes = [next((p for p in range(2, size + 1) if size % p == 0), 1) for size in mesh.sizes]
     return Mesh(mesh.names, tuple(primes))
+
+
+def _with(mesh: Mesh, axes: Sequence[str]) -> Mesh:
+    """Return a mesh with at least two ranks along some axes."""
+    return Mesh(AXES, tuple(max(mesh[axis], 2 if axis in axes else 1) for axis in AXES))
 
 
 def _tuple(mesh: Mesh) -> tuple[int, ...]:

@@ -153,21 +153,36 @@ def _merge_sizes(left: list[int], right: list[int]) -> list[int] | None:
 def _search(source: Layout, target: Layout, sizes: tuple[tuple[int, ...], ...], mesh: Mesh) -> Chain:
     start, goal = state_of(source, sizes, mesh), state_of(target, sizes, mesh)
     order = count()
-    queue: list[tuple[float, int, int, State, tuple[Step, ...], float, float]] = [(0, 0, next(order), start, (), 0, 0)]
+    queue: list[tuple[float, int, int, State, _Path | None, float, float]] = [(0, 0, next(order), start, None, 0, 0)]
     done: set[State] = set()
     while queue:
-        _, length, _, state, steps, forward, backward = heapq.heappop(queue)
+        _, length, _, state, path, forward, backward = heapq.heappop(queue)
         if state == goal:
-            return _merged(Chain(steps, forward, backward), mesh)
+            return _merged(Chain(_steps(path, source, sizes), forward, backward), mesh)
         if state in done:
             continue
         done.add(state)
-        here = layout_of(state, source, sizes)
-        for op, arguments, after, fwd, bwd in moves(state, goal, here, sizes, mesh):
-            step = Step(op, tuple(arguments.items()), layout_of(after, source, sizes))
+        for op, arguments, after, fwd, bwd in moves(state, goal, layout_of(state, source, sizes), sizes, mesh):
             total = (forward + fwd, backward + bwd)
-            heapq.heappush(queue, (sum(total), length + 1, next(order), after, (*steps, step), *total))
+            heapq.heappush(queue, (sum(total), length + 1, next(order), after, _Path(op, arguments, after, path), *total))
     raise LayoutError(f"no chain of collectives leads from {source} to {target}.")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Path:
+    """How the search came to a state: by a collective from where ``before`` ends."""
+
+    op: str
+    arguments: Mapping[str, Any]
+    state: State
+    before: _Path | None
+
+
+def _steps(path: _Path | None, source: Layout, sizes: tuple[tuple[int, ...], ...]) -> tuple[Step, ...]:
+    if path is None:
+        return ()
+    step = Step(path.op, tuple(path.arguments.items()), layout_of(path.state, source, sizes))
+    return (*_steps(path.before, source, sizes), step)
 
 
 def _merged(chain: Chain, mesh: Mesh) -> Chain:

@@ -113,7 +113,9 @@ def _suggested(
         estimates = search.run(meshes)
         sure = None if search.effort(meshes) < EFFORT else sure
         while unsure := _unsure(estimates, budget, by, sure):
-            search.make_sure(Mesh.parse(unsure.mesh))
+            mesh, is_wanted = unsure
+            if is_wanted or not search.look_closer(mesh):
+                search.make_sure(mesh)
             estimates = search.run(meshes)
     found = [one.suggestion for one in estimates]
     ranked = _fitting(found, budget, by)
@@ -163,24 +165,29 @@ def _fitting(found: Sequence[Suggestion], budget: float, by: str) -> list[Sugges
     return sorted((one for one in found if not one.why and one.memory <= budget), key=lambda one: _order(one, by))
 
 
-def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | None) -> Suggestion | None:
-    """Return an estimate that matters: among the best, perhaps the best, or so near to the budget that it may fit or not."""
+def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | None) -> tuple[Mesh, bool] | None:
+    """Return the mesh of an estimate that matters, and whether it is among the best; else it is perhaps the best, or so near to the
+    budget that it may fit or not.
+    """
     open_ones = {one.suggestion: one for one in estimates if not one.suggestion.exact and not one.suggestion.why}
     ranked = _fitting([one.suggestion for one in estimates], budget, by)
     last = getattr(ranked[:sure][-1], KEYS[by]) if ranked and sure is not None else math.inf
-    near = [
-        one
-        for one, estimate in open_ones.items()
-        if abs(one.memory / budget - 1) < estimate.margin and _least(estimate, by) < last
-    ]
+    wanted = [one for one in ranked[:sure] if one in open_ones]
     perhaps = [one for one in ranked if one in open_ones and _least(open_ones[one], by) < getattr(ranked[0], KEYS[by])]
-    return next((one for one in [*ranked[:sure], *perhaps, *near] if one in open_ones), None)
+    near = [one for one, estimate in open_ones.items() if _is_near(estimate, budget) and _least(estimate, by) < last]
+    found = next(iter([*wanted, *perhaps, *near]), None)
+    return (Mesh.parse(found.mesh), found in wanted) if found else None
+
+
+def _is_near(estimate: Estimate, budget: float) -> bool:
+    """Return whether what an estimate may be off decides if it fits."""
+    held = estimate.suggestion.memory
+    return abs(held - budget) * held < (held - estimate.least_memory) * budget
 
 
 def _least(estimate: Estimate, by: str) -> float:
     """Return the least that an estimate may stand for."""
-    most = estimate.least_seconds if by == "time" else getattr(estimate.suggestion, KEYS[by])
-    return most * (1 - estimate.margin)
+    return getattr(estimate, f"least_{KEYS[by]}")
 
 
 def _order(one: Suggestion, by: str) -> tuple[Any, ...]:

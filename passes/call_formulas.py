@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 SIDE_EFFECTS = frozenset({torch.ops.aten._linalg_check_errors.default})
 
@@ -188,9 +187,12 @@ def _contiguous(like: Tensor) -> Spec:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a nested value with each of its tensors replaced."""
-
-    def replace(leaf: Any) -> Any:
-        return function(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return tree_map(replace, value)
+    """Return the arguments or results of an op with each tensor among them replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        several = [map_tensors(function, one) for one in cast("Sequence[Any]", value)]
+        return tuple(several) if isinstance(value, tuple) else several
+    if isinstance(value, dict):
+        return {name: map_tensors(function, one) for name, one in cast("dict[str, Any]", value).items()}
+    return value

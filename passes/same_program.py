@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
@@ -36,7 +37,12 @@ UNORDERED = ("all_reduce", "spread", "settle")
 
 
 def is_same_program(low: Lowered, other: GraphModule, on: Mesh) -> bool:
-    """Return whether a program without some axes is that of a mesh which lacks them.
+    """Return whether a program without some axes is that of a mesh which lacks them; see `is_laid_out_alike`."""
+    return is_laid_out_alike(low, other, on) and not other_forms(low, on.split_axes())
+
+
+def is_laid_out_alike(low: Lowered, other: GraphModule, on: Mesh) -> bool:
+    """Return whether a program without some axes differs from that of a mesh which lacks them by nothing but `other_forms`.
 
     Args:
         low: what the program was derived from.
@@ -44,10 +50,17 @@ def is_same_program(low: Lowered, other: GraphModule, on: Mesh) -> bool:
         on: the other mesh.
     """
     axes = on.split_axes()
-    if not set(axes) <= set(low.mesh.split_axes()) or other_forms(low, axes):
+    if not set(axes) <= set(low.mesh.split_axes()):
         return False
-    less = without(low.mesh, axes)
-    return list(_calls(low.collectives.graph, less)) == list(_calls(other.graph, on)) and not _become_one(low.graph.graph, low.mesh, less)
+    known = _without_axes.setdefault(low, {})
+    if axes not in known:
+        less = without(low.mesh, axes)
+        known[axes] = None if _become_one(low.graph.graph, low.mesh, less) else list(_calls(low.collectives.graph, less))
+    return known[axes] is not None and known[axes] == list(_calls(other.graph, on))
+
+
+_without_axes: WeakKeyDictionary[Lowered, dict[tuple[str, ...], list[tuple[Any, ...]] | None]] = WeakKeyDictionary()
+"""The calls of a graph where only some axes have more than one rank; None where calls become one. Many meshes are compared with them."""
 
 
 def other_forms(low: Lowered, axes: Collection[str]) -> frozenset[str]:

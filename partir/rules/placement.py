@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,19 @@ def placement(name: str | Path = "placement_3d") -> Placement:
     >>> placement().at_rest("y", "b", first="n")
     {'k': ('z',), 'n': ('y', 'x')}
     """
-    bundled = resources.files("partir.rules").joinpath(f"{name}.rules")
-    if isinstance(name, str) and bundled.is_file():
-        return parse_placement(bundled.read_text(encoding="utf-8"), f"{name}.rules")
+    bundled = _bundled(name) if isinstance(name, str) else None
+    if bundled is not None:
+        return bundled
     if not Path(name).is_file():
         raise RuleError(f"no placement {name}: neither one of partir's nor a file")
     return parse_placement(Path(name).read_text(encoding="utf-8"), str(name))
+
+
+@lru_cache(maxsize=8)
+def _bundled(name: str) -> Placement | None:
+    """Return a placement that partir brings; a compilation asks for it every time, and the file does not change."""
+    file = resources.files("partir.rules").joinpath(f"{name}.rules")
+    return parse_placement(file.read_text(encoding="utf-8"), f"{name}.rules") if file.is_file() else None
 
 
 def parse_placement(text: str, path: str = "<placement>") -> Placement:
