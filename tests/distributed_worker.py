@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed.tensor", "tests.module_checks", "tests.compiled_ahead"]
+PRELOADED = ["torch", "torch.distributed.tensor", "tests.module_checks", "tests.preloaded"]
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from fnmatch import fnmatch
-from typing import Any, cast
-from unittest import mock
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from partir.api import parallelize
 from partir.equivalence import relative_difference
-from partir.passes import pipeline
 from partir.runtime.parameters import full_gradient, full_tensor
+from tests.compiled_ahead import compiled_ahead
 from tests.distributed_checks import everyone_has
 from tests.real_models.all import CASES
 from tests.real_models.case import SIZES, Case
@@ -26,24 +24,22 @@ OF_OTHERS = ("GPT-2", "Llama", "BERT (masked)", "T5", "ViT")
 OTHERS = tuple(name for name in MODELS if name != "gpt")  # gpt is checked on all of them in module_checks
 
 
-def train_beside(name: str, sizes: tuple[int, ...], compiled: Any = None) -> None:
+def train_beside(name: str, sizes: tuple[int, ...]) -> None:
     """Train for five AdamW steps; compare with what one device makes of it."""
     model, inputs, (loss, gradients, parameters) = reference(name)
     _, one_step, five_steps = MODELS[name]
-    ahead = nullcontext() if compiled is None else mock.patch.object(pipeline, "compile_program", lambda *_: compiled)
-    with ahead:
-        model = parallelize(model, sizes)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-        for step in range(5):
-            found = loss_of(model(**inputs))
-            assert everyone_has(found.detach())
-            optimizer.zero_grad()
-            found.backward()
-            if step == 0:
-                assert relative_difference(found.detach(), loss) <= one_step
-                _compare({n: cast(Tensor, full_gradient(p)) for n, p in model.named_parameters()}, gradients, one_step)
-            optimizer.step()
-        _compare({n: full_tensor(p) for n, p in model.named_parameters()}, parameters, five_steps)
+    model = parallelize(model, sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    for step in range(5):
+        found = loss_of(model(**inputs))
+        assert everyone_has(found.detach())
+        optimizer.zero_grad()
+        found.backward()
+        if step == 0:
+            assert relative_difference(found.detach(), loss) <= one_step
+            _compare({n: cast(Tensor, full_gradient(p)) for n, p in model.named_parameters()}, gradients, one_step)
+        optimizer.step()
+    _compare({n: full_tensor(p) for n, p in model.named_parameters()}, parameters, five_steps)
 
 
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -54,12 +50,8 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: f
 
 
 def _check_ahead(name: str) -> None:
-    from tests.compiled_ahead import MODELS_COMPILED
-
-    compiled = MODELS_COMPILED[name]
-    if isinstance(compiled, Exception):
-        raise compiled
-    train_beside(name, (2, 2, 2), compiled)
+    with compiled_ahead():
+        train_beside(name, (2, 2, 2))
 
 
 def check_bert(rank: int) -> None:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from examples.models.gpt import GPT, GPTConfig
+from examples.models.gpt import GPT
+from partir import clip_grad_norm_
 from partir.api import full_state_dict, parallelize
 from partir.errors import MeshError, PartirError, RankError
 from partir.module import parallelized
-from partir.passes import pipeline
 from partir.runtime.parameters import (
     full_gradient,
     full_tensor,
     load_optimizer_state_dict,
     optimizer_state_dict,
 )
+from tests.compiled_ahead import GPT_MESHES, compiled_ahead
 from tests.distributed_checks import everyone_has, relative
-from tests.gpt_on_tokens import make_gpt, tokens
+from tests.gpt_on_tokens import make_gpt, make_odd_gpt, odd_tokens, tokens
 
 STEPS = 2
 
@@ -41,7 +42,7 @@ class TwoLinears(nn.Module):
         return self.second(torch.relu(self.first(x))) * scale
 
 
-def train_beside(sizes: tuple[int, ...]) -> tuple[GPT, GPT, Any]:
+def train_beside(sizes: tuple[int, ...], clip: Callable[..., Any] = clip_grad_norm_) -> tuple[GPT, GPT, Any]:
     """Train a GPT and its twin on one device for a few steps; compare losses, gradients and parameters."""
     model, twin, ids = make_gpt(), make_gpt(), tokens()
     model = parallelize(model, sizes)
@@ -57,8 +58,9 @@ def train_beside(sizes: tuple[int, ...]) -> tuple[GPT, GPT, Any]:
         largest = max(float(cast(Tensor, q.grad).abs().max()) for q in twin.parameters())
         for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert relative(cast(Tensor, full_gradient(p)), cast(Tensor, q.grad), 1e-6 * largest) < 1e-10, (name, step)
-        norm = cast(Any, nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        assert relative(norm.full_tensor(), nn.utils.clip_grad_norm_(twin.parameters(), 0.5)) < 1e-12
+        norm = clip(model if clip is clip_grad_norm_ else model.parameters(), 0.5)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert relative(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.5)) < 1e-12
         for each in (optimizer, other):
             each.step()
             each.zero_grad()
@@ -82,12 +84,10 @@ def _check_bytes_of_adamw(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def check_odd_sizes(rank: int) -> None:
     """Sizes that no axis divides; logits leave as a DTensor whose last block is shorter."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=37, block_size=7, num_layers=1, num_heads=6, hidden=30)).double()
-    twin = copy.deepcopy(model)
-    ids = torch.randint(0, 37, (3, 7), generator=torch.Generator().manual_seed(1))
-    model = parallelize(model, (2, 4, 1), outputs="sharded")
-    logits, expected = model(ids), twin(ids)
+    model, twin, ids = make_odd_gpt(), make_odd_gpt(), odd_tokens()
+    with compiled_ahead():
+        model = parallelize(model, (2, 4, 1), outputs="sharded")
+        logits, expected = model(ids), twin(ids)
     assert isinstance(logits, DTensor) and logits.shape == expected.shape
     assert logits.to_local().shape[-1] == (10, 10, 10, 7)[rank % 4]
     assert relative(logits.full_tensor().detach(), expected.detach()) < 1e-12
@@ -99,8 +99,9 @@ def check_odd_sizes(rank: int) -> None:
 
 
 def check_gpt_222(rank: int) -> None:
-    """Train, then leave and enter through state dicts, another signature, a copy."""
-    model, twin, (optimizer, other) = train_beside((2, 2, 2))
+    """Train, then leave and enter through state dicts, another signature (which every rank compiles), a copy."""
+    with compiled_ahead():
+        model, twin, (optimizer, other) = train_beside((2, 2, 2), nn.utils.clip_grad_norm_)
     assert isinstance(model, GPT) and list(model.state_dict()) == list(twin.state_dict())
     saved = {name: cast(DTensor, t).full_tensor() for name, t in model.state_dict().items()}
     for name, t in twin.state_dict().items():
@@ -135,12 +136,8 @@ def _check_loads(model: GPT, twin: GPT) -> None:
 
 def check_gpt_on_other_meshes(rank: int) -> None:
     """As above, programs compiled ahead; that every rank compiles the same is what the check above shows."""
-    from tests.compiled_ahead import COMPILED
-
-    for sizes, compiled in COMPILED.items():
-        if isinstance(compiled, Exception):
-            raise compiled
-        with mock.patch.object(pipeline, "compile_program", lambda *_, compiled=compiled: compiled):
+    for sizes in GPT_MESHES:
+        with compiled_ahead():
             train_beside(sizes)
 
 

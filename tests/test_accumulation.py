@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import partir
 from examples.models.gpt import GPT, GPTConfig
-from tests.training_checks import Kinds, few_ids
+from tests.kinds import Kinds, few_ids
 
 COUNT = 4
 

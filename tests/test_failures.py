@@ -29,7 +29,7 @@ def test_on_4_ranks(world: list[RankReport], name: str) -> None:
 
 
 # In "clip" the connection is lost in torch's own code, whose error says nothing of ranks.
-@pytest.mark.parametrize(("phase", "times"), [("step", 2), ("clip", 1)])
-def test_survivors_of_a_kill_end_and_name_it(phase: str, times: int, tmp_path: Path) -> None:
-    trials = kill_at_random_points(phase, times=times, num_ranks=4, seed=0, folder=tmp_path)
+@pytest.mark.parametrize("phase", ["step", "clip"])
+def test_survivors_of_a_kill_end_and_name_it(phase: str, tmp_path: Path) -> None:
+    trials = kill_at_random_points(phase, times=1, num_ranks=4, seed=0, folder=tmp_path)
     assert not [fault for trial in trials for fault in trial.faults()], "\n".join(map(str, trials))

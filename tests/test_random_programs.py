@@ -27,8 +27,8 @@ def check(drawn: Drawn) -> None:
 
 
 @given(programs())
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=SLOW)
-def test_50_random_programs(drawn: Drawn) -> None:
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=SLOW)
+def test_20_random_programs(drawn: Drawn) -> None:
     check(drawn)
 
 

@@ -51,8 +51,16 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("make", [gpt, gpt_of_one_row, bert, llama])
+@pytest.mark.parametrize("make", [gpt, gpt_of_one_row, pytest.param(bert, marks=pytest.mark.slow), llama])
 def test_models_of_odd_sizes(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], mesh: tuple[int, ...]) -> None:
+    check_odd(make, mesh)
+
+
+def test_bert_of_odd_sizes() -> None:
+    check_odd(bert, (2, 2, 2))
+
+
+def check_odd(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], mesh: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model, inputs = make()
     partir.verify(model, mesh, (), inputs, tolerance=1e-5 if make is llama else 1e-10)

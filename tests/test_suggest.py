@@ -16,7 +16,7 @@ import partir.suggest
 from examples.models.gpt import GPT, GPTConfig
 from partir.errors import PartirError
 from partir.hardware import load_hardware
-from partir.mesh import Mesh
+from partir.mesh import AXES, Mesh
 from partir.mesh_search import Search
 from partir.options import Options
 from partir.passes import pipeline
@@ -97,11 +97,14 @@ def test_layers_laid_out_in_turns_are_folded_two_by_two(num_layers: int) -> None
             assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=0.05)
 
 
-@pytest.mark.parametrize("mode", ["low", pytest.param("fast", marks=pytest.mark.slow)])
-def test_a_program_of_more_axes_stands_for_a_mesh_that_lacks_some(mode: str) -> None:
+SOME = ("x", "y", "z")
+
+
+@pytest.mark.parametrize(("axes", "mode"), [(SOME, "low"), *(pytest.param(AXES, mode, marks=pytest.mark.slow) for mode in ("low", "fast"))])
+def test_a_program_of_more_axes_stands_for_a_mesh_that_lacks_some(axes: tuple[str, ...], mode: str) -> None:
     """Bytes, seconds and memory of meshes of one to three axes: those of a plan compiled for each, but for a constant made again."""
     model, args, kwargs = gpt(num_layers=1)
-    found = partir.suggest_mesh(model, 4, args, kwargs, modes=(mode,), sure=None)
+    found = partir.suggest_mesh(model, 4, args, kwargs, axes=axes, modes=(mode,), sure=None)
     assert found.compiled < len(found) and all(one.exact for one in found)
     for one in found:
         plan = partir.plan(model, one.mesh, args, kwargs, memory=mode)

@@ -16,53 +16,29 @@ from torch.distributed.tensor import DTensor
 import partir
 from partir.errors import RankError
 from partir.runtime.parameters import full_gradient
+from tests.compiled_ahead import FLOAT32, KINDS, compiled_ahead
 from tests.distributed_checks import everyone_has, relative
 from tests.gpt_on_tokens import make_gpt, tokens
+from tests.kinds import Kinds, few_ids
 from tests.module_checks import error_of
 
 ORDERS = (2.0, math.inf, 1.0, 3.0, 0.0, -math.inf)
 
 
-class Kinds(nn.Module):
-    """Every kind of parameter: fused, tied, vectors, sizes that nothing divides, one frozen, one unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.table = nn.Embedding(24, 16)
-        self.norm = nn.LayerNorm(16)
-        self.qkv = nn.Linear(16, 48)
-        self.odd = nn.Linear(16, 7)
-        self.back = nn.Linear(7, 16)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.unused = nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(16, 24, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.norm(self.table(ids))
-        q, k, v = self.qkv(h).chunk(3, -1)
-        h = h + torch.tanh(q) * k + v + self.back(torch.relu(self.odd(self.frozen(h))))
-        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())
-
-
-def few_ids() -> Tensor:
-    return torch.randint(0, 24, (8, 4), generator=torch.Generator().manual_seed(1))
-
-
 def check_norms_of_every_kind_of_parameter(rank: int) -> None:
-    for sizes, vectors in (((2, 2, 2), "diagonal"), ((2, 4, 1), "balanced"), ((2, 2, 1, 2), "balanced")):
+    for sizes, vectors in KINDS:
         model = Kinds().double()
         twin = copy.deepcopy(model)
-        partir.parallelize(model, sizes, vectors=vectors)
         twin(few_ids()).backward()
-        model(few_ids()).backward()
+        with compiled_ahead():
+            partir.parallelize(model, sizes, vectors=vectors)
+            model(few_ids()).backward()
         for order in ORDERS:
             expected = nn.utils.get_total_norm([q.grad for q in twin.parameters() if q.grad is not None], order)
             norm = partir.clip_grad_norm_(model, 1e9, order)
             assert everyone_has(norm) and not isinstance(norm, DTensor) and norm.dtype == torch.float64
             assert relative(norm, expected) < 1e-12, (sizes, vectors, order, norm, expected)
-            if vectors == "balanced" and order > 0:
+            if vectors == "balanced" and order > 0 and (order == 2 or len(sizes) == 3):  # with four axes torch takes seconds for each
                 torchs: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9, order)
                 assert relative(torchs.full_tensor(), expected) < 1e-12, (sizes, order, torchs, expected)
         norm = cast(Any, model).clip_grad_norm_(0.1)
@@ -86,7 +62,8 @@ def _check_a_norm_that_is_not_finite(model: nn.Module) -> None:
 def check_a_rank_passes_only_its_samples(rank: int) -> None:
     """Blocks of the batch give the loss and gradients of the whole batch; replicas that differ are an error."""
     model, twin, ids = make_gpt(), make_gpt(), tokens()
-    partir.parallelize(model, (2, 2, 2, 1), (ids,), {"labels": ids.clone()})
+    with compiled_ahead():
+        partir.parallelize(model, (2, 2, 2, 1), (ids,), {"labels": ids.clone()})
     samples = partir.batch_slice(model)
     assert samples == slice(2 * (rank // 2 % 2 + 2 * (rank // 4)), 2 * (rank // 2 % 2 + 2 * (rank // 4)) + 2)
     own = ids[samples]
@@ -108,7 +85,9 @@ def check_accumulation_and_precision(rank: int) -> None:
     """Master weights, sums in float64 and accumulation at once, diagonal vectors too: gradients of one device with the same casts."""
     model = Kinds().double()
     twin = copy.deepcopy(model).float()
-    partir.parallelize(model, (2, 2, 2), vectors="diagonal", compute_dtype=torch.float32, reduce_dtype=torch.float64)
+    with compiled_ahead():
+        partir.parallelize(model, (2, 2, 2), **FLOAT32)
+        model(few_ids()[:4])
     with partir.accumulate(model):
         for part in partir.micro_batches(few_ids(), 2):
             loss = model(part) / 2
@@ -124,10 +103,11 @@ def check_accumulation_and_precision(rank: int) -> None:
 
 def check_grad_scaler(rank: int) -> None:
     """DTensor gradients are unscaled; one rank's infinity is a step that no rank takes; autocast is part of the signature."""
-    model = partir.parallelize(Kinds(), (2, 2, 2))
+    with compiled_ahead():
+        model = partir.parallelize(Kinds(), (2, 2, 2))
+        with torch.autocast("cpu", torch.float16):
+            loss = model(few_ids())
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    with torch.autocast("cpu", torch.float16):
-        loss = model(few_ids())
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     twin = Kinds()
