@@ -105,6 +105,8 @@ MISTAKES = {
     "plan --hf no.json --mesh 2,2,2": "no.json: line 1, column 2: this is no JSON",
     "plan --hf binary.json --mesh 2,2,2": "binary.json: this is no text; a config.json is JSON.",
     "plan --hf nowhere.json --mesh 2,2,2": "nowhere.json",
+    "plan model.py:make --mesh 2,2,2 --rules nowhere.rules": "nowhere.rules",
+    "mesh model.py:make --ranks 2 --rules model.py": "model.py:2:1: unknown entry `import`",
 }
 
 
@@ -128,6 +130,8 @@ REFUSED = {
     "calibrate --out a.toml --timeout inf": "argument --timeout: 'inf' is no finite number above 0.",
     "calibrate --out a.toml --ranks 0": "argument --ranks: '0' is no integer of 1 or more.",
     "plan --hf gpt2.json --mesh 2,2,2 --batch two": "argument --batch: 'two' is no integer of 1 or more.",
+    "plan model.py:make --mesh 2,2,2 --compute-dtype int8": "argument --compute-dtype: 'int8' is no floating-point dtype of torch",
+    "mesh model.py:make --ranks 2 --reduce-dtype half-ish": "argument --reduce-dtype: 'half-ish' is no floating-point dtype of torch",
     "plan model.py:make --mesh 2,2,2 --explain x --stage lowered": "argument --stage: not allowed with argument --explain",
 }
 
@@ -179,6 +183,20 @@ def test_plan_and_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     cost = json.loads(capsys.readouterr().out)
     assert cost["values"]["bytes"] == sum(facts["bytes"].values())
     assert cost["seconds"] > 0
+
+
+def test_dtypes_and_rules_are_part_of_a_plan_and_of_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half the bytes in bfloat16; with the rule that a file has for the op, its rows are read whole."""
+    (folder / "mine.rules").write_text("op aten.linear(x[* k], w[n k], b?[n]) -> y[* n]\n    whole n k\n")
+    moved: dict[str, tuple[int, int]] = {}
+    for options in ("", "--compute-dtype bfloat16", "--rules mine.rules"):
+        assert main(["plan", "model.py:make", "--mesh", "1,2,1", "--json", *options.split()]) == 0
+        planned = sum(json.loads(capsys.readouterr().out)["bytes"].values())
+        assert main(["mesh", "model.py:make", "--ranks", "2", "--by", "bytes", "--json", *options.split()]) == 0
+        ranked = json.loads(capsys.readouterr().out)["ranked"]
+        moved[options] = planned, next(one["bytes"] for one in ranked if one["mesh"] == [1, 2, 1] and one["mode"] == "low")
+    assert all(planned == chosen for planned, chosen in moved.values())
+    assert moved["--compute-dtype bfloat16"][0] < 0.6 * moved[""][0] and moved["--rules mine.rules"] != moved[""]
 
 
 def test_cost_where_nothing_has_to_move(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from partir.commands.models import add_model, load_model
 from partir.commands.numbers import positive_integer, tolerance
-from partir.commands.options import EXIT_CODES, parse_mesh, print_json
+from partir.commands.options import EXIT_CODES, add_compilation, compilation, parse_mesh, print_json
 from partir.commands.parsers import Commands, add_command
 from partir.equivalence import verify
 from partir.errors import VerifyError
@@ -19,6 +19,7 @@ MESH = f"""Rank every mesh of a number of ranks, in each memory mode, by predict
 
     partir mesh model.py:make --ranks 64 --memory 40GB --hardware dgx-h100
     partir mesh --hf config.json --batch 64 --seq 2048 --ranks 64 --by bytes --top 5
+    partir mesh --hf config.json --ranks 64 --compute-dtype bfloat16 --reduce-dtype float32
 
 {EXIT_CODES}
 """
@@ -43,6 +44,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", default="dgx-h100", help="a profile's name or its TOML file (default: %(default)s)")
     parser.add_argument("--by", choices=tuple(KEYS), default="time")
     parser.add_argument("--top", type=positive_integer, default=10, help="how many to print (default: %(default)s)")
+    add_compilation(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, the rejected ones too")
     parser.set_defaults(command=_mesh)
 
@@ -50,10 +52,8 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
 def _mesh(options: argparse.Namespace) -> int:
     model = load_model(options)
     say = _say if sys.stderr.isatty() else None
-    memory, hardware, by = options.memory, options.hardware, options.by
-    found = suggest_mesh(
-        model.module, options.ranks, model.args, model.kwargs, memory=memory, hardware=hardware, by=by, progress=say
-    )
+    chosen = {"memory": options.memory, "hardware": options.hardware, "by": options.by} | compilation(options)
+    found = suggest_mesh(model.module, options.ranks, model.args, model.kwargs, progress=say, **chosen)
     if options.json:
         print_json({"by": found.by, "ranked": [asdict(one) for one in found.ranked], "rejected": [asdict(one) for one in found.rejected]})
     else:

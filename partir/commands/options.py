@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from partir.commands.models import add_model, load_model
 from partir.errors import PartirError
@@ -22,7 +25,32 @@ def add_model_and_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="low", help='"low", "fast", or a number of bytes, "40GB", into which a step has to fit')
     for name in ("vectors", "outputs"):
         parser.add_argument(f"--{name}", choices=LEGAL[name], default=LEGAL[name][0], help="as for partir.parallelize")
+    add_compilation(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_compilation(parser: argparse.ArgumentParser) -> None:
+    """Add what changes a program on any mesh: dtypes and rule files."""
+    parser.add_argument("--compute-dtype", type=floating_dtype, help="parameters and inputs are cast to it before they are gathered")
+    parser.add_argument("--reduce-dtype", type=floating_dtype, help="sums between ranks are made in it where it is wider")
+    parser.add_argument("--rules", type=Path, action="append", default=[], help="a rule file; may be given several times")
+
+
+def compilation(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `add_compilation` read, as `partir.plan` and `partir.suggest_mesh` take it."""
+    return {"compute_dtype": options.compute_dtype, "reduce_dtype": options.reduce_dtype, "rules": options.rules or None}
+
+
+def floating_dtype(text: str) -> torch.dtype:
+    """Read the name of a floating dtype of torch.
+
+    >>> floating_dtype("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype of torch, such as bfloat16.")
+    return found
 
 
 def parse_mesh(text: str) -> Any:
@@ -41,7 +69,7 @@ def parse_mesh(text: str) -> Any:
 def make_plan(options: argparse.Namespace) -> Plan:
     """Plan the model that the options name."""
     model = load_model(options)
-    chosen = {name: getattr(options, name) for name in ("memory", "vectors", "outputs")}
+    chosen = {name: getattr(options, name) for name in ("memory", "vectors", "outputs")} | compilation(options)
     with Progress(f"planning {type(model.module).__name__}"):
         return plan(model.module, parse_mesh(options.mesh), model.args, model.kwargs, **chosen)
 

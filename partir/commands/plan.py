@@ -17,7 +17,7 @@ PLAN = f"""Show what every tensor's layout is and what moves: nothing runs, and 
 
     partir plan model.py:make --mesh 4,4,4
     partir plan --hf config.json --batch 16 --seq 1024 --mesh 4,4,4 --stage lowered
-    partir plan --hf config.json --mesh 4,4,4 --out plan.json
+    partir plan --hf config.json --mesh 4,4,4 --compute-dtype bfloat16 --out plan.json
     partir plan model.py:make --mesh 4,4,4 --json --explain fc1.weight
 
 {EXIT_CODES}
