@@ -12,7 +12,7 @@ Ensures: no call splits a factor that its op needs whole. Idempotent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from partir.infer import infer
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes.factorise_dims import bind
+from partir.passes.key_of_call import key_of_call
 from partir.precision import is_half
 from partir.relayout import relayout
 from partir.rules import Binding
@@ -35,14 +36,14 @@ from partir.subdims import carry
 
 def expand_recipes(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
     """Return the graph with recipes in place of the calls that need them."""
-    graph = graph_module.graph
+    graph, known = graph_module.graph, dict[Hashable, tuple[Any, Binding]]()
     for node in list(graph.nodes):
         if not is_call(node) or is_collective(node) or "binding" not in node.meta:
             continue
         factor = _split_factor(node, mesh)
         if factor is not None:
             with graph.inserting_before(node):
-                _replace(graph, node, _Expansion(graph, node, factor, mesh).run())
+                _replace(graph, node, _Expansion(graph, node, factor, mesh, known).run())
     graph.eliminate_dead_code()
     graph_module.recompile()
     return graph_module
@@ -69,12 +70,16 @@ def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
 
 @dataclass
 class _Expansion:
-    """A recipe's backend (rules.recipe.Backend) that writes nodes with global sizes and layouts."""
+    """A recipe's backend (rules.recipe.Backend) that writes nodes with global sizes and layouts.
+
+    ``known``: the results and bindings of calls of the graph so far, for most recipes repeat each other.
+    """
 
     graph: Graph
     node: Node
     factor: str
     mesh: Mesh
+    known: dict[Hashable, tuple[Any, Binding]]
     narrow: dict[Node, torch.dtype] = field(default_factory=dict[Node, torch.dtype])
 
     def run(self) -> list[Node]:
@@ -106,8 +111,11 @@ class _Expansion:
         """Write a call; its layout follows from its operands'."""
         new = self.graph.call_function(op, args, kwargs)
         new.meta = {"origin": self.node.name, "reason": "recipe", **_trace_of(self.node)}
-        new.meta["val"] = _fake(op, args, kwargs)
-        new.meta["binding"] = bind(new)
+        key = key_of_call(new)
+        if key not in self.known:
+            new.meta["val"] = _fake(op, args, kwargs)
+            self.known[key] = new.meta["val"], bind(new)
+        new.meta["val"], new.meta["binding"] = self.known[key]
         new.meta["subdims"] = carry(new.meta["binding"], [operand.meta["subdims"][0] for operand in operands(new)])
         layouts = [layout_of(operand) for operand in operands(new)]
         differentiable = new.meta["val"].is_floating_point() or new.meta["val"].is_complex()

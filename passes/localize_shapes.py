@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.utils._pytree import tree_leaves
 
 from partir import local_ops, random_ops
 from partir.errors import RuleError, VerifyError, source_line
@@ -26,7 +25,7 @@ from partir.graph import is_call, is_collective, layout_of, layouts_of, operands
 from partir.layout import Layout
 from partir.mesh import Mesh, use_mesh
 from partir.pads import natural_size
-from partir.passes.share_gathers import argument_key
+from partir.passes.key_of_call import key_of_call
 from partir.passes.torch_ops import VIEWS
 from partir.rules import Binding
 from partir.subdims import axes_of
@@ -199,7 +198,7 @@ def _propagate(graph_module: GraphModule, mesh: Mesh) -> None:
         if node.op == "placeholder":
             node.meta["val"] = node.meta["val"].new_empty(layout_of(node).local_shape(mesh))
             continue
-        key = _key_of_run(node)
+        key = key_of_call(node)
         if key not in ran:
             ran[key] = _run(node, mesh)
         node.meta["val"] = ran[key]
@@ -209,19 +208,6 @@ def _propagate(graph_module: GraphModule, mesh: Mesh) -> None:
                     f"{source_line(node.meta)}: {node.name} has local shape {tuple(value.shape)}, its layout {layout} "
                     f"says {layout.local_shape(mesh)}."
                 )
-
-
-def _key_of_run(node: Node) -> Hashable:
-    """Return all that the result of a call depends on but numbers."""
-    reads = node.all_input_nodes
-    place = {read: ("operand", number) for number, read in enumerate(reads)}
-    kwargs = {name: value for name, value in node.kwargs.items() if name != "site"}  # the numbers of a draw, not its shape
-    arguments = map_arg((node.args, kwargs), lambda read: place[read])
-    return node.target, argument_key(arguments), tuple(_fact(value) for read in reads for value in tree_leaves(read.meta["val"]))
-
-
-def _fact(value: torch.Tensor) -> Hashable:
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
 
 
 def _run(node: Node, mesh: Mesh) -> Any:
