@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from partir.layout import Layout
 
@@ -30,6 +30,16 @@ class Unprinted(GraphModule):
 
     def __str__(self) -> str:
         return f"{type(self).__name__}\n{self.graph}"
+
+
+def create_call(graph: Graph, target: Any, args: Any, kwargs: Any, name: str) -> Node:
+    """Append a call to a graph.
+
+    The arguments are set afterwards: `Graph.create_node` would look through them for symbolic sizes, which takes a third of its time.
+    """
+    node = graph.create_node("call_function", target, (), {}, name)
+    node.args, node.kwargs = args, kwargs
+    return node
 
 
 def operands(node: Node) -> list[Node]:

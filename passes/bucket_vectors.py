@@ -7,7 +7,7 @@ After:   %g: (f32[64@z] ~x; f32[64@z] ~x) = all_gather_bucket([%ln.weight, %ln.b
          %b: f32[64@z] ~x = %g[1]
 
 A layer is a module that is an item of a list (``blocks.3``). The bucket's backward is one reduce_scatter_bucket. What stands between
-a parameter and its gather (a spread) moves up with it.
+a parameter and its gather (a spread) moves up with it. A vector that is read several times is in the bucket once.
 
 Requires: localize_shapes.
 Ensures: the same values; fewer messages, the same bytes. Idempotent.
@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from partir.errors import module_path
-from partir.graph import collective_name, is_collective, layout_of, tensor_of
+from partir.graph import collective_name, is_collective, layout_of, tensor_of, tensors_of
 from partir.mesh import Mesh
+from partir.passes.share_gathers import argument_key
 
 LARGEST = 1 << 16  # elements of a rank's block; larger gathers are worth a message of their own
 LOCAL = frozenset({"spread", "settle", "once", "slice", "zero_pad"})
@@ -34,6 +36,7 @@ Key = tuple[str, str, torch.dtype, bool, int]
 
 def bucket_vectors(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
     """Return the graph with one gather for each layer, axis and dtype in place of many small ones."""
+    _share(graph_module.graph)
     groups: dict[Key, list[Node]] = defaultdict(list)
     for node in graph_module.graph.nodes:
         key = _key(node)
@@ -45,6 +48,19 @@ def bucket_vectors(graph_module: GraphModule, mesh: Mesh) -> GraphModule:
     graph_module.graph.lint()
     graph_module.recompile()
     return graph_module
+
+
+def _share(graph: Graph) -> None:
+    """Let equal steps from a vector to what is gathered of it be one, as `share_gathers` does for all else: a bias is read at every step
+    of a recurrent layer, and would be in the bucket as often.
+    """
+    first: dict[Hashable, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _chain(node) and tensors_of(node)[0].dim() == 1:
+            kept = first.setdefault(argument_key((node.target, node.args, node.kwargs)), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
 
 
 def _key(node: Node) -> Key | None:

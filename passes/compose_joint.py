@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from partir.errors import PartirError, VerifyError, source_line
-from partir.graph import Unprinted, is_getitem, outputs_of
+from partir.graph import Unprinted, create_call, is_getitem, outputs_of
 from partir.mesh import current_mesh
 from partir.passes.call_formulas import Formula, Given, Ref, Spec, Unwritten, results_in, write_formula
 from partir.passes.share_gathers import argument_key
@@ -179,7 +179,7 @@ class _Composer:
 
     def _call(self, target: Any, args: Any, kwargs: Any, value: Any, origin: str, backward: bool) -> Node:
         name = str(target.overloadpacket.__name__) if hasattr(target, "overloadpacket") else "getitem"
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node = create_call(self.graph, target, args, kwargs, name)
         node.meta = {"val": value, "custom": {ORIGIN: origin}, **({"partitioner_tag": BACKWARD} if backward else {})}
         return node
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from partir.collectives import cotangent
 from partir.errors import TypeRuleError
 from partir.graph import Unprinted
+from partir.graph import operands as read_in_order
 from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.passes import aot
@@ -137,13 +138,13 @@ class _Writer:
         source = self._origins.get(aot.origin(node) or "")
         if source is None or not self._reverses(node, source):
             return None, None
-        reads = operands(source)
+        reads = read_in_order(source)
         try:
             layouts = tuple(cotangent(cast(Layout, read.meta["layout"])) for read in reads)
         except (KeyError, TypeRuleError):
             return None, None
         if isinstance(node.meta.get("val"), (list, tuple)):
-            return None, layouts
+            return None, layouts if _num_results(node) == len(layouts) else None
         return f"d_{reads[0].name}", layouts[0] if _holds(node, layouts[0], self._mesh) else None
 
     def _reverses(self, node: Node, source: Node) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from partir.graph import Unprinted, is_collective, is_getitem
+from partir.graph import Unprinted, create_call, is_collective, is_getitem
 
 
 def name_values(graph_module: GraphModule, annotated: GraphModule) -> GraphModule:
@@ -68,8 +68,11 @@ def _kept_name(node: Node, results: dict[tuple[str, Any], str]) -> str | None:
 
 def copy_as(graph: Graph, node: Node, copies: dict[Node, Node], name: str) -> Node:
     """Copy a node into another graph under a name that must be free there."""
-    args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-    copy = graph.create_node(node.op, node.target, cast(Any, args), cast(Any, kwargs), name, node.type)
+    args, kwargs = cast(Any, map_arg((node.args, node.kwargs), copies.__getitem__))
+    if node.op == "call_function":
+        copy = create_call(graph, node.target, args, kwargs, name)
+    else:
+        copy = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
     assert node.op == "output" or copy.name == name, f"{name} is taken"
     return copy
 

@@ -68,7 +68,7 @@ def partition(joint: GraphModule, num_outputs: int, again: frozenset[Node]) -> P
     saved, backward = _backward_nodes(joint, gradients, again)
     checks = [node for node in joint.graph.nodes if aot.is_check(node)]
     wanted = _ancestors([*outputs, *saved, *checks])
-    primals = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    primals = {node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)}
     forward = [node for node in joint.graph.nodes if node in wanted or node in primals]
     return Partition(tuple(forward), tuple(saved), tuple(backward), outputs, gradients)
 

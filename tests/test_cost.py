@@ -22,6 +22,7 @@ from partir.cost import Cost
 from partir.cost.monomial import Monomial, symbol
 from partir.cost.received import total
 from partir.errors import PartirError
+from partir.graph import collective_name, is_collective, operands
 from tests.planned import MLP, mlp_plan, rows
 from tests.rank_memory import step_bytes
 
@@ -261,3 +262,20 @@ def test_a_gradient_that_nobody_wants_costs_nothing(first: nn.Module, tmp_path: 
     assert plan.cost().peak_memory() > 0 and plan.time("dgx-a100").seconds > 0
     plan.timeline(tmp_path / "trace.json", "dgx-a100")
     assert len(partir.suggest_mesh(model, 2, x, sure=1)) > 1
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 2)])
+def test_a_bias_that_every_step_reads_is_gathered_once(layer: Any, mesh: tuple[int, ...]) -> None:
+    """A recurrent layer reads its vectors at every step: they are in the message once, and their gradients are added before they leave."""
+    model, x = layer(8, 8).double(), torch.randn(4, 4, 8, dtype=torch.float64)
+    plan = partir.plan(model, mesh, x)
+    for node in plan.program.forward.graph.nodes:
+        if is_collective(node) and collective_name(node) == "all_gather_bucket":
+            assert len(operands(node)) == len(set(operands(node))) == 2
+    longer = partir.plan(model, mesh, torch.randn(8, 4, 8, dtype=torch.float64))
+    vectors = [sum(c.bytes for c in one.collectives if "vectors" in c.reason) for one in (plan, longer)]
+    assert vectors[0] == vectors[1] > 0
+    cost = plan.cost()
+    assert cost.value(cost.bytes()) == plan.bytes() and cost.peak_memory() > 0
+    partir.verify(model, mesh, x)
