@@ -22,7 +22,7 @@ from partir.commands.numbers import positive_integer, positive_number
 from partir.commands.options import EXIT_CODES
 from partir.commands.parsers import add_command
 from partir.commands.quiet import quiet_torch
-from partir.errors import PartirError
+from partir.errors import PartirError, first_line
 from partir.hardware import hardware_text
 from partir.rules import load
 from partir.rules.check import BLOCKS, Report, check_rules
@@ -89,6 +89,8 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     if not options.out.parent.is_dir():
         raise PartirError(f"--out {options.out}: there is no folder {options.out.parent}.")
+    if options.out.is_dir():
+        raise PartirError(f"--out {options.out}: that is a folder; name a file in it, cluster.toml.")
     if options.backend == "nccl" and not torch.cuda.is_available():
         raise PartirError("--backend nccl needs GPUs, and torch sees none; --backend gloo runs on the CPU.")
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -137,8 +139,9 @@ def _check_rules(options: argparse.Namespace) -> int:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except ImportError as error:
-        raise PartirError(f"--import {module}: {error}") from None
+    except (Exception, SystemExit) as error:  # it is the user's code
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise PartirError(f"--import {module}: {kind}{first_line(error)}") from None
 
 
 def _text(report: Report) -> str:

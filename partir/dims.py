@@ -18,6 +18,9 @@ from functools import cached_property
 from partir.errors import LayoutError
 from partir.mesh import Mesh
 
+LARGEST = 2**63 - 1
+"""Of sizes."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -100,7 +103,9 @@ def parse_dim(entry: str, size: int | None, text: str) -> Dim:
 
 
 def _size(text: str, size: int | None, whole_text: str) -> int:
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
+        if len(text) > len(str(LARGEST)) or int(text) > LARGEST:
+            raise LayoutError(f"layout text {whole_text[:80]!r}: size {text[:40]} is more than {LARGEST}, the most that a tensor's may be.")
         if size is not None and int(text) != size:
             raise LayoutError(f"layout text {whole_text!r}: size {text} differs from the tensor's {size}.")
         return int(text)

@@ -18,7 +18,8 @@ from partir.eager_randomness import same_randomness
 from partir.errors import PartirError, VerifyError, source_line
 from partir.mesh import Mesh
 from partir.module import parallelized
-from partir.passes.trace import flatten_inputs
+from partir.passes.structure import refuse_sparse
+from partir.passes.trace import flatten_inputs, input_names
 from partir.printer import op_text
 
 
@@ -92,6 +93,8 @@ def verify(
     _refuse_meta(model)
     given = tuple(cast("list[Any]", example_inputs)) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     call = (given, dict(example_kwargs or {}))
+    leaves, structure = flatten_inputs(*call)
+    refuse_sparse(dict(zip(input_names(model, structure), leaves, strict=True)))
     options = {"memory": memory, "vectors": vectors, "pin": pin, "rules": rules, "outputs": "whole"}
     parallel = parallelize(_copy(model, dtype), mesh, **cast(Any, options))
     ours = _run(parallel, call, dtype)

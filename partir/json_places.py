@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
 
-from partir.errors import PlanError
+from partir.errors import PlanError, first_line
 
 Step = str | int
 NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "an integer", float: "a fraction"}
+LARGEST = 2**63 - 1
 WHITE = re.compile(r"[ \t\n\r]*")
 
 
@@ -78,7 +79,7 @@ class Entry:
             required: keys that it must have.
             optional: further keys that it may have; None: any.
         """
-        if isinstance(self.value, _Repeated):
+        if isinstance(self.value, Repeated):
             self.fail(f"names {self.value.key!r} twice; name it once.")
         items = cast("dict[str, object]", self._expect(dict))
         for key in required:
@@ -102,7 +103,9 @@ class Entry:
     def integer(self, least: int = 0) -> int:
         """Return an integer of ``least`` or more."""
         number = cast(int, self._expect(int))
-        return number if number >= least else self.fail(f"is {number}; it is {least} or more.")
+        if number > LARGEST:
+            self.fail(f"is {_shown(number)}; it is {LARGEST} or less.")
+        return number if number >= least else self.fail(f"is {_shown(number)}; it is {least} or more.")
 
     def _expect(self, kind: type) -> object:
         if type(self.value) is kind:
@@ -129,8 +132,10 @@ def read_json(path: Path) -> Entry:
         return Entry(file, (), json.loads(file.text, object_pairs_hook=_without_repeats, parse_constant=_no_constant))
     except json.JSONDecodeError as error:
         raise PlanError(f"{path}:{error.lineno}: is no JSON: column {error.colno}: {error.msg}.") from error
-    except (_Refused, RecursionError) as error:
-        raise PlanError(f"{path}: {error if isinstance(error, _Refused) else 'is nested too deep.'}") from error
+    except RecursionError as error:
+        raise PlanError(f"{path}: is nested too deep.") from error
+    except ValueError as error:  # Python refuses integers of thousands of digits
+        raise PlanError(f"{path}: {error if isinstance(error, _Refused) else f'cannot be read: {first_line(error)}'}") from error
 
 
 class _Refused(ValueError):
@@ -138,7 +143,7 @@ class _Refused(ValueError):
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class Repeated:
     """An object that names a key twice."""
 
     key: str
@@ -149,7 +154,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> object:
     if len(found) == len(pairs):
         return found
     keys = [key for key, _ in pairs]
-    return _Repeated(next(key for key in keys if keys.count(key) > 1))
+    return Repeated(next(key for key in keys if keys.count(key) > 1))
 
 
 def _no_constant(text: str) -> object:

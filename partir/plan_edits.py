@@ -12,7 +12,7 @@ from partir.json_places import Entry
 from partir.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
-    from partir.plan_document import PlanDocument
+    from partir.plan_document import Origin, PlanDocument, PlannedTensor
 
 STALE = "collectives, readers and bytes saved are those from before the edits: plan again to count"
 MOST_NAMES = 3
@@ -64,12 +64,26 @@ def counted_mesh(counted: str) -> Mapping[str, int]:
     >>> counted_mesh("mesh (x=2, y=1, z=1)  memory=low")
     {'x': 2, 'y': 1, 'z': 1}
     """
-    return {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", settings_by_name(counted).get("mesh", ""))}
+    return {axis: int(size) for axis, size in re.findall(r"(\w+)=([0-9]{1,18})", settings_by_name(counted).get("mesh", ""))}
 
 
 def counted_dtype(counted: str) -> str | None:
     """Return the compute_dtype for which a document was counted, of its settings as text: ``bf16``, or None."""
     return settings_by_name(counted).get("compute_dtype")
+
+
+def check_parameters(tensors: Iterable[PlannedTensor], origin: Origin, entry: Entry) -> None:
+    """Check that each parameter of the model has its row, of the model's dtype and shape: its layout is read there."""
+    found = {tensor.name: tensor for tensor in tensors if tensor.kind == "parameter"}
+    for name, tensor in found.items():
+        planned = origin.parameters.get(name)
+        actual = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+        if planned != actual and tensor.place is not None:
+            known = f"in model.parameters it is {planned}" if planned else "model.parameters has no such name"
+            tensor.place.fail(f"is that of the parameter {name!r}, {actual}; {known}.")
+    missing = [name for name in origin.parameters if name not in found]
+    if missing:
+        entry.fail(f"has no row of kind \"parameter\" for {missing[0]!r}, which model.parameters names.")
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import torch
 
 from partir.collectives.vocabulary import SCHEMAS
 from partir.errors import LayoutError, MeshError, PartirError, PlanError
-from partir.json_places import Entry, read_json
-from partir.layout import Layout, dtype_name
+from partir.json_places import Entry, Repeated, read_json
+from partir.layout import DTYPES, Layout, dtype_name
 from partir.mesh import AXES, Mesh
 from partir.options import LEGAL
 from partir.paths import path_of_file
 from partir.plan_document import Kind, Origin, PlanDocument, PlannedCollective, PlannedTensor, Settings
-from partir.plan_edits import Fit, counted_mesh
+from partir.plan_edits import Fit, check_parameters, counted_dtype, counted_mesh
 from partir.precision import DTYPES as PRECISIONS
 from partir.quantities import parse_bytes
 
@@ -47,8 +47,12 @@ def write(document: PlanDocument, to: str | os.PathLike[str]) -> None:
         PlanError: the path cannot be written.
     """
     path = path_of_file(to, "the plan", "plan.json", PlanError)
+    path = path.resolve()  # a link is written through
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not path.is_file():  # a device or a pipe, as /dev/stdout: nothing may take its place
+            path.write_text(text_of(document), encoding="ascii")
+            return
         beside.write_text(text_of(document), encoding="ascii")
         os.replace(beside, path)
     except OSError as error:
@@ -132,19 +136,24 @@ def read(path: Path) -> PlanDocument:
     """
     whole = read_json(path)
     found = whole.value
+    if isinstance(found, Repeated):
+        whole.object()
     if not isinstance(found, dict) or cast("dict[str, object]", found).get("format") != FORMAT:
         raise PlanError(f"{path}: is no plan: a plan is written by plan.save and has \"format\": {_json(FORMAT)}.")
     parts = whole.object(("format", "version"))
-    if parts["version"].value != VERSION:
+    if type(parts["version"].value) is not int or parts["version"].value != VERSION:
         parts["version"].fail(f"is {_json(parts['version'].value)}; this partir reads version {VERSION}. Save the plan again.")
     parts = whole.object([name for name in PARTS if name != "edit"], ("edit",))
     settings, totals = _settings(parts["mesh"], parts["options"]), parts["totals"].object(TOTALS, ())
     fit = Fit(settings.mesh, parts["mesh"], counted_mesh(totals["counted_for"].text()))
     tensors = tuple(_tensor(entry, fit) for entry in parts["tensors"].list())
     _refuse_repeats(tensors)
+    check_parameters(tensors, origin := _origin(parts["model"]), parts["tensors"])
     collectives = tuple(_collective(entry, fit) for entry in parts["collectives"].list())
     notes = tuple(entry.text() for entry in parts["notes"].list())
-    origin, counted, saved = _origin(parts["model"]), totals["counted_for"].text(), totals["saved"].integer()
+    counted, saved = totals["counted_for"].text(), totals["saved"].integer()
+    if counted_dtype(counted) not in (None, *DTYPES):
+        totals["counted_for"].fail(f"is {_json(counted)}: no dtype is called {counted_dtype(counted)}.")
     document = PlanDocument(origin, settings, tensors, collectives, saved, notes, counted, str(path))
     _check_totals(document, totals)
     return document
@@ -203,6 +212,8 @@ def _tensor(entry: Entry, fit: Fit) -> PlannedTensor:
     chosen = _meant(items["chosen"], Layout.parse, items["chosen"].text()) if "chosen" in items else None
     _check_fit(items["layout"], layout, fit, touched=layout != chosen)
     if chosen is not None:
+        if kind != "output" and chosen.shape != shape:
+            items["chosen"].fail(f"is {chosen} of a tensor of shape {list(shape)}.")
         _check_edit(items["layout"], layout, chosen, kind)
     words = {name: items[name].text() for name in TENSOR[1] if name in items and name not in ("chosen", "read", "notes")}
     read = tuple(_pair(reader, "a reader and a layout") for reader in items["read"].list()) if "read" in items else ()

@@ -45,6 +45,7 @@ from partir.suggestions import Suggestion, Suggestions
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
 EFFORT = 25_000  # nodes of programs that are compiled to compute every mesh exactly, whatever `sure` asks for
+MOST_RANKS = 1_000_000
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 
 
@@ -130,8 +131,8 @@ def _check(ranks: int, by: str, axes: Sequence[str], modes: Sequence[str]) -> No
         for value in values:
             if value not in legal:
                 raise PartirError(f"suggest_mesh: {name} has {value!r}; choose from {', '.join(map(repr, legal))}.")
-    if ranks < 1:
-        raise PartirError(f"suggest_mesh(ranks={ranks}): a mesh has at least one rank.")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise PartirError(f"suggest_mesh(ranks={ranks}): a mesh has at least one rank, and {MOST_RANKS:,} are the most that are tried.")
 
 
 def automatic_mesh(model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None, options: Options) -> Mesh:

@@ -8,6 +8,8 @@ from typing import Any, overload
 
 from partir.quantities import spell_bytes
 
+ESTIMATES = "~ estimates: several times too low where sizes do not divide on a mesh; sure=None computes all"
+
 
 @dataclass(frozen=True)
 class Suggestion:
@@ -20,7 +22,8 @@ class Suggestion:
         seconds: of a step, predicted.
         memory: bytes that one rank holds at most, with AdamW.
         why: what speaks against it; ``""`` for one that is ranked.
-        exact: computed from a program that is proven to be its own; False: an estimate, from one that may differ.
+        exact: computed from a program that is proven to be its own; False: an estimate, from one that may differ, several times too
+            little where sizes do not divide on the mesh.
     """
 
     mesh: tuple[int, ...]
@@ -69,7 +72,8 @@ class Suggestions(Sequence[Suggestion]):
         more = [f"{len(self.ranked) - top} more"] if len(self.ranked) > top else []
         refused = [f"rejected {one.mesh} {one.mode}: {one.why}" for one in self.rejected[:5]]
         refused += [f"{len(self.rejected) - 5} more rejected"] if len(self.rejected) > 5 else []
-        return "\n".join([f"best by {self.by}", *lines, *more, *refused]) + "\n"
+        about = [] if all(one.exact for one in self.ranked[:top]) else [ESTIMATES]
+        return "\n".join([f"best by {self.by}", *lines, *more, *about, *refused]) + "\n"
 
 
 def _cells(one: Suggestion) -> tuple[str, ...]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from partir.errors import TraceError
 
 _PLAIN = (
     type(None),
@@ -128,6 +130,18 @@ def leaf_paths(structure: Structure) -> list[str]:
     for index, path in _paths(structure.root, ""):
         paths[index] = path
     return paths
+
+
+def refuse_sparse(inputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what has no dims to split: sparse and nested tensors.
+
+    Raises:
+        TraceError: names the input.
+    """
+    for name, value in inputs.items():
+        if value.layout is not torch.strided:
+            kind = str(value.layout).removeprefix("torch.")
+            raise TraceError(f"input {name} is a {kind} tensor, and only dense ones have dims to split: pass its to_dense().")
 
 
 def _flatten(value: Any, tensors: list[torch.Tensor], seen: dict[int, int] | None, above: tuple[int, ...]) -> Node:

@@ -26,7 +26,7 @@ from partir.errors import TraceError, source_line
 from partir.passes.capture import Capture, capture
 from partir.passes.flatten_regions import Flattener, clean_meta, detach_no_grad, reachable
 from partir.passes.functionalize import functionalize
-from partir.passes.structure import Structure, flatten, leaf_paths
+from partir.passes.structure import Structure, flatten, leaf_paths, refuse_sparse
 from partir.passes.user_lines import DATA_DEPENDENT
 from partir.passes.write_casts import write_casts
 from partir.precision import without_autocast
@@ -107,6 +107,7 @@ def trace(
     """
     leaves, structure = flatten_inputs(args, kwargs or {})
     names = input_names(model, structure)
+    refuse_sparse(dict(zip(names, leaves, strict=True)))
     captured = capture(model, leaves, structure, names, compute_dtype)
     graph, slots = _flat_graph(model, captured, names)
     with without_autocast():

@@ -29,7 +29,7 @@ import torch
 from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from partir.errors import RankError
+from partir.errors import PartirError, RankError, first_line
 from partir.hardware import Efficiency, Hardware, Link, hardware_text, parse_hardware
 from partir.mesh import Mesh
 from partir.runtime.fit_pace import Sample, fit_pace
@@ -63,8 +63,10 @@ def calibrate(ranks: int, backend: str = "gloo", name: str = "measured", seconds
         timeout: seconds for all of it.
 
     Raises:
+        PartirError: one rank has no links to measure.
         RankError: a process failed, or had not finished in time; the message says which.
     """
+    _refuse_one(ranks)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.toml"
         given = (ranks, backend, name, seconds, timeout, _free_port(), str(path))
@@ -123,11 +125,20 @@ def join_world(backend: str, name: str, seconds: float, timeout: float) -> Hardw
     """Join the world that torchrun has described in the environment, and measure as one of its ranks."""
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except ValueError as error:
+        raise PartirError(f"calibrate: the environment is not what torchrun sets: {first_line(error)}") from None
+    try:
+        _refuse_one(dist.get_world_size())
         return calibrate_world(name, seconds)
     finally:
         dist.destroy_process_group()
+
+
+def _refuse_one(ranks: int) -> None:
+    if ranks < 2:
+        raise PartirError(f"calibrate: {ranks} rank has no links to others, which are what is measured: give 2 or more.")
 
 
 class Stopwatch:

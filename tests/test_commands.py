@@ -57,6 +57,14 @@ def no_module():
     return 3, torch.empty(2)
 
 
+def unnamed():
+    return nn.Linear(8, 8), (), {3: torch.empty(8, 8)}
+
+
+def sparse():
+    return nn.Linear(8, 8), torch.eye(8).to_sparse()
+
+
 def leaves():
     raise SystemExit(0)
 """
@@ -65,6 +73,8 @@ def leaves():
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "good.rules").write_text("op aten.mm(a[m k], b[k n]) -> c[m n]\n    sum k\n")
+    (tmp_path / "raising.py").write_text("raise KeyError('no key')")
     (tmp_path / "broken.py").write_text("x = (")
     (tmp_path / "no_model_type.json").write_text('{"hidden": 3}')
     (tmp_path / "list.json").write_text("[1]")
@@ -96,6 +106,14 @@ MISTAKES = {
     "draw model.py:make --mesh 2,2,2 --out x.xyz": "it has suffix '.xyz'",
     "cost model.py:make --mesh 2,2,2 --hardware none": "hardware 'none' is neither a shipped profile",
     "mesh model.py:make --ranks 0": "a mesh has at least one rank",
+    "mesh model.py:make --ranks 1000000007": "1,000,000 are the most that are tried",
+    "plan model.py:unnamed --mesh 2,2,2": "model.py:unnamed: keyword inputs are a dict of names, and 3 is none.",
+    "plan model.py:sparse --mesh 2,2,2": "input input is a sparse_coo tensor, and only dense ones have dims to split: pass its to_dense().",
+    "verify model.py:sparse --mesh 2,2,2": "input input is a sparse_coo tensor",
+    "check-rules good.rules --import raising": "--import raising: KeyError: 'no key'",
+    "check-rules good.rules --import .": "--import .: ",
+    "calibrate --ranks 1 --out one.toml": "calibrate: 1 rank has no links to others, which are what is measured: give 2 or more.",
+    "calibrate --out .": "--out .: that is a folder; name a file in it, cluster.toml.",
     "mesh model.py:make --ranks 8 --memory lots": "memory='lots' is no number of bytes",
     "mesh model.py:make --ranks 8 --memory 1e400GB": "memory='1e400GB' is no number of bytes",
     "plan --hf no_model_type.json --mesh 2,2,2": 'a config of Hugging Face has a "model_type"',
@@ -167,6 +185,16 @@ def test_what_cannot_be_traced_is_one_line(
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("partir: ") and shown.err.count("\n") == 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("size", ["x", "1"])
+def test_an_environment_that_torchrun_did_not_set(
+    size: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": ""}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", "--out", "a.toml"]) == 2
+    assert "partir: calibrate: the environment is not what torchrun sets: " in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

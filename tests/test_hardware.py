@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,6 +91,11 @@ MISTAKES = [
     ("collectives.all_gather", "collectives.gather_all", "bad.toml: links[1].collectives.gather_all is unknown; keys here are"),
     ("overlap = 0.0", "overlap = 1.5", "bad.toml: efficiency.overlap is 1.5; expected a number from 0 to 1."),
     ("overlap = 0.0", "compute = 0.0", "bad.toml: efficiency.compute is 0; expected a number above 0 and up to 1."),
+    ("memory = 1e9", "memory = 1" + "0" * 400, "; expected a number above 0, and between 1e-30 and 1e+30."),
+    ("float32 = 1e12", "float32 = 5e-324", "flops.float32 is 5e-324; expected a number above 0, and between 1e-30 and 1e+30."),
+    ("launch = 1e-5", "launch = 1e308", "bad.toml: launch is 1e+308; expected seconds, 0 or more, and between"),
+    ("ranks_per_node = 2", "ranks_per_node = 1" + "0" * 400, "; expected a whole number of 1 or more, below 2^31."),
+    ("launch = 1e-5", "launch = " + "[" * 5000, "bad.toml is not TOML: "),
     ("launch = 1e-5", "launch = = 1", "bad.toml is not TOML: Invalid value (at line 6, column 10)."),
 ]
 
@@ -112,6 +118,9 @@ def test_unknown_names_and_unreadable_paths(tmp_path: Path) -> None:
         load_hardware(tmp_path / "none.toml")
     with pytest.raises(HardwareError, match="cannot be read: .*Is a directory"):
         load_hardware(tmp_path)
+    for nonsense in ("a\0b.toml", 3, None):
+        with pytest.raises(HardwareError, match="is no name and no path of a TOML file."):
+            load_hardware(cast(Any, nonsense))
 
 
 def test_a_dtype_that_the_profile_lacks() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +22,7 @@ MISFIT = (
     'mesh is (x=3, y=2, z=2), edited, and tensors[0].layout "f64[64@y.x, 16@z]", from before, does not fit it: dim 64@y.x: size 64 is not '
     "divisible by y.x=6. Legal extents: 1, 2, 4, 8, 16, 32, 64. Choose sizes that fit, or plan the model on this mesh: partir.plan(model, "
 )
+SQUARE = "f64[32@y.x, 32@z]"
 REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "memory": (set_option("memory", "medium"), '"memory"', 'options.memory is "medium"; choose from "low", "fast", or a number'),
     "an option": (set_option("memry", "low"), '"memry"', "options.memry is no field; legal here: 'memory', 'vectors', "),
@@ -47,6 +50,19 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "bytes": (lambda c: c["collectives"][0].update(bytes=-1), "", "collectives[0].bytes is -1; it is 0 or more."),
     "totals": (lambda c: c["totals"].update(forward=1), '"forward"', "totals.forward is 1; the forward's collectives add up to "),
     "twice": (lambda c: c["tensors"].append(c["tensors"][0]), "", "is the second of parameter 'fc1.weight'; list each tensor once."),
+    "shape of a parameter": (
+        lambda c: tensor(c, "fc1.weight").update(shape=[32, 32], chosen=SQUARE, layout=SQUARE),
+        "fc1.weight",
+        "is that of the parameter 'fc1.weight', f64[32, 32]; in model.parameters it is f64[64, 16].",
+    ),
+    "name": (lambda c: tensor(c, "fc1.weight").update(name="fc1.wieght"), "fc1.wieght", "f64[64, 16]; model.parameters has no such name."),
+    "no row": (lambda c: c["tensors"].remove(tensor(c, "fc1.weight")), '"tensors"', "has no row of kind \"parameter\" for 'fc1.weight'"),
+    "value": (lambda c: tensor(c, "fc1.weight").update(kind="value"), '"tensors"', "has no row of kind \"parameter\" for 'fc1.weight'"),
+    "chosen": (lambda c: tensor(c, "x").update(chosen="f64[4, 4]"), '"name": "x"', "chosen is f64[4, 4] of a tensor of shape [8, 16]."),
+    "digit": (lambda c: tensor(c, "x").update(chosen="f64[8\u00b2, 16]"), '"name": "x"', "size '8\u00b2' is a name; sizes are"),
+    "huge": (lambda c: tensor(c, "x").update(shape=[10**40, 16]), '"name": "x"', "); it is 9223372036854775807 or less."),
+    "counted for": (lambda c: c["totals"].update(counted_for="mesh (x=2)  compute_dtype=q9"), '"counted_for"', "no dtype is called q9."),
+    "true": (lambda c: c.update(version=True), '"version"', "version is true; this partir reads version 1. Save the plan again."),
     "version": (lambda c: c.update(version=2), '"version"', "version is 2; this partir reads version 1. Save the plan again."),
 }
 
@@ -78,6 +94,8 @@ BROKEN = {
     '{"format": "partir plan", "version": 1}': "the file has no 'model'; it needs 'format', 'version', 'model', ",
     '{"format": "partir plan", "version": NaN}': "is no JSON: it holds the number NaN.",
     "[" * 100_000: "is nested too deep.",
+    '{"format": "partir plan", "version": ' + "1" * 5000 + "}": "cannot be read: Exceeds the limit",
+    '{"format": "partir plan", "version": 1, "version": 1}': "the file names 'version' twice; name it once.",
 }
 
 
@@ -97,6 +115,22 @@ def test_a_key_that_is_named_twice(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('  "memory": "low",', '  "memory": "low",\n  "memory": "fast",'))
     with pytest.raises(PlanError, match=r"plan.json:\d+: options names 'memory' twice; name it once."):
         partir.Plan.load(path)
+
+
+def test_a_link_is_written_through_and_a_pipe_into(tmp_path: Path) -> None:
+    plan, target, link = planned(), tmp_path / "plan.json", tmp_path / "link.json"
+    target.write_text("")
+    link.symlink_to(target)
+    plan.save(link)
+    assert link.is_symlink() and partir.Plan.load(target).mesh == plan.mesh
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    plan.save(pipe)
+    reader.join(30)
+    assert pipe.is_fifo() and read == [target.read_text()]
 
 
 def test_paths_that_cannot_be_read_or_written(tmp_path: Path) -> None:

@@ -100,6 +100,9 @@ def _checked(text: str, made: Any) -> Model:
     kwargs: Any = parts[2] if len(parts) == 3 else {}
     if not isinstance(kwargs, dict):
         raise PartirError(f"{text}: keyword inputs are a dict of names, got {type(kwargs).__name__}.")
+    unnamed = [name for name in cast("dict[Any, Any]", kwargs) if not isinstance(name, str)]
+    if unnamed:
+        raise PartirError(f"{text}: keyword inputs are a dict of names, and {unnamed[0]!r} is none.")
     return Model(parts[0], tuple(inputs), cast("dict[str, Any]", kwargs))
 
 

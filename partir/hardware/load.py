@@ -43,11 +43,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from partir.collectives import SCHEMAS
-from partir.errors import HardwareError
+from partir.errors import HardwareError, first_line
 from partir.hardware.profile import Efficiency, Hardware, Link, Pace
 
 # In the standard library from Python 3.11 on; before, tomli is the same code.
 toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+LEAST, MOST = 1e-30, 1e30
+"""Of a machine's figures, so that no product or quotient of them leaves the range of a float."""
 
 KEYS = ("name", "sources", "ranks_per_node", "memory", "memory_bandwidth", "launch", "flops", "links", "efficiency")
 LINK_KEYS = ("name", "ranks", "latency", "bandwidth", "start", "collectives")
@@ -77,6 +80,8 @@ def load_hardware(profile: str | Path | Hardware) -> Hardware:
     if str(profile) in shipped_names():
         file = resources.files("partir.hardware").joinpath(f"{profile}.toml")
         return parse_hardware(file.read_text(encoding="utf-8"), f"{profile}.toml")
+    if not isinstance(cast(object, profile), (str, Path)) or "\0" in str(profile):
+        raise HardwareError(f"hardware {profile!r} is no name and no path of a TOML file.")
     path = Path(profile)
     if path.suffix != ".toml" and not path.exists():
         raise HardwareError(_unknown(str(profile)))
@@ -105,8 +110,8 @@ def parse_hardware(text: str, where: str) -> Hardware:
     """
     try:
         found: object = toml.loads(text)
-    except ValueError as error:
-        raise HardwareError(f"{where} is not TOML: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise HardwareError(f"{where} is not TOML: {first_line(error)}.") from None
     table = _Table(where, "", found, KEYS)
     flops = table.table("flops", None)
     if not flops.found:
@@ -213,6 +218,8 @@ class _Table:
         value = self.get(key, expected)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
             raise self.error(key, f"is {value!r}; expected {expected}")
+        if value and not LEAST < abs(value) < MOST:
+            raise self.error(key, f"is {str(value)[:40]}; expected {expected}, and between {LEAST:g} and {MOST:g}")
         return float(value)
 
     def positive(self, key: str) -> float:
@@ -236,6 +243,8 @@ class _Table:
         value = self.get(key, expected)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(key, f"is {value!r}; expected {expected}")
+        if value >= 2**31:
+            raise self.error(key, f"is {str(value)[:40]}; expected {expected}, below 2^31")
         return value
 
     def _at_least(self, key: str, expected: str, legal: Callable[[float], bool]) -> float:
