@@ -5,7 +5,8 @@ SPAA 2022, arXiv 2205.13407. For sizes sorted m >= n >= k, one copy of the input
 receives at least ``D - (mn + mk + nk)/P`` elements.
 
 Cautions. The bound is for one product. A step that keeps what it gathered for the backward may cost less than its three products
-apart, and one that gathers again more; what is not a product (norms, vectors, losses) has no bound here and is not counted.
+apart, and one that gathers again more; what is not a product (norms, vectors, losses) has no bound here and is not counted. An input that
+every rank is given whole is not one copy at the start: a product that reads it may be below its bound.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from partir.rules import Binding
 
 if TYPE_CHECKING:
     from partir.passes.pipeline import Compiled
+
+
+BELOW = 0.999  # ratios are quotients of whole bytes
 
 
 def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
@@ -89,7 +93,7 @@ class Product:
 
     @property
     def ratio(self) -> float:
-        """Received over the bound; 1 is optimal, below 1 what was gathered served twice."""
+        """Received over the bound; 1 is optimal, below 1 what was gathered served twice, or an input was on every rank from the start."""
         return self.received / self.bound if self.bound else math.nan
 
 
@@ -122,6 +126,8 @@ class Limit:
             f"all products: {self._distance()}; {self.others:,} bytes for what is no product",
             "the bound is for one product alone: see partir.limit for what it does not cover",
         ]
+        if any(product.ratio < BELOW for product in self.products):
+            tail.append("below 1: what was gathered serves several products, or an input is on every rank from the start")
         return "\n".join([*lines, *tail]) + "\n"
 
     def _distance(self) -> str:

@@ -44,7 +44,7 @@ from partir.suggestions import Suggestion, Suggestions
 
 KEYS = {"time": "seconds", "bytes": "bytes", "memory": "memory"}
 MODES = ("low", "fast")
-EFFORT = 25_000  # nodes of programs that are compiled to compute every mesh exactly, whatever `sure` asks for
+EFFORT = 35_000  # nodes of programs that are compiled to compute every mesh exactly, whatever `sure` asks for
 MOST_RANKS = 1_000_000
 MOST = 2**62  # bytes: where nothing says how much a rank may hold
 

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from partir.quantities import spell_bytes
 
-ESTIMATES = "~ estimates: several times too low where sizes do not divide on a mesh; sure=None computes all"
+ESTIMATES = "~ estimates: several times off where sizes do not divide on a mesh; sure=None computes all"
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Suggestion:
         seconds: of a step, predicted.
         memory: bytes that one rank holds at most, with AdamW.
         why: what speaks against it; ``""`` for one that is ranked.
-        exact: computed from a program that is proven to be its own; False: an estimate, from one that may differ, several times too
-            little where sizes do not divide on the mesh.
+        exact: computed from a program that is proven to be its own; False: an estimate, from one that may differ, several times off
+            where sizes do not divide on the mesh.
     """
 
     mesh: tuple[int, ...]
