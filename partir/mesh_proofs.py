@@ -11,8 +11,8 @@ from partir.mesh import Mesh
 from partir.passes.pipeline import Lowered
 from partir.passes.same_program import is_laid_out_alike, other_forms
 
-MARGIN, NEAR = 0.25, 0.02
-"""How far an estimate may be off, and what a program says that is laid out as the mesh's own."""
+MARGIN, NEAR, FAR = 0.25, 0.02, 0.5
+"""How far an estimate may be off, what a program says that is laid out as the mesh's own, and memory where sizes do not divide."""
 
 
 class Proofs:
@@ -68,7 +68,7 @@ class Proofs:
             of_axes = [one for (n, other), one in self._alike.items() if n == number and other.split_axes() == mesh.split_axes()]
             alike = bool(of_axes) and all(of_axes)
         if not alike:
-            return MARGIN, MARGIN
+            return MARGIN, MARGIN if divides else FAR
         return NEAR, MARGIN if template.other_forms(mesh.split_axes()) else NEAR
 
     def _is_alike(self, low: Lowered, padded: Collection[int], mesh: Mesh) -> bool:

@@ -7,7 +7,7 @@ divide as if they all did.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from partir.cost.cost import Cost, cost_in_symbols, sizes_of
 from partir.cost.prices import Fleet
 from partir.cost.sizes import ProgramSizes
 from partir.cost.symbols import input_symbols
-from partir.cost.template import Figures, Padded, Template, pad_symbols, parts_of
+from partir.cost.template import Figures, Padded, Template, pad_symbols, parameter_parts_of, parts_of
 from partir.errors import PartirError
 from partir.hardware import Hardware
 from partir.mesh import AXES, Mesh
@@ -122,8 +122,11 @@ class Search:
         """Return the suggestions of a template for some meshes; each is made once, for other classes do not change it."""
         new = [(mesh, place[1]) for mesh, place in members if (number, mode, mesh) not in self._known]
         if new:
-            made = self.templates[number].evaluate(mode, [mesh for mesh, _ in new], [values for _, values in new], self._fleet)
-            self._known.update({(number, mode, mesh): one for (mesh, _), one in zip(new, made, strict=True)})
+            template = self.templates[number]
+            made = template.evaluate(mode, [mesh for mesh, _ in new], [values for _, values in new], self._fleet)
+            for (mesh, values), one in zip(new, made, strict=True):
+                more = 0 if self._sizes_on(number, mesh) else template.replicated(mode, mesh, values)
+                self._known[number, mode, mesh] = replace(one, memory=one.memory + more)
         return [self._estimate(number, mode, mesh) for mesh, _ in members]
 
     def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
@@ -274,8 +277,8 @@ class Search:
             known = {**inputs.values, **values}
             programs[mode], sizes[mode] = compiled.program, sizes_of(compiled, {**inputs.keys, **keys}, known)
             costs[mode] = cost_in_symbols(compiled, collectives_of(compiled.program), sizes[mode], known, self.folded.counts)
-        parts = parts_of(low.graph, keys, low.mesh)
-        return Template(low, self._padded(low.mesh), names, parts, programs, sizes, costs, self.folded)
+        parts = parts_of(low.graph, keys, low.mesh), parameter_parts_of(low, keys)
+        return Template(low, self._padded(low.mesh), names, *parts, programs, sizes, costs, self.folded)
 
 
 def _smallest(mesh: Mesh) -> Mesh:

@@ -190,6 +190,16 @@ def test_the_least_of_an_estimate_is_no_more_than_the_plan() -> None:
         assert one.least_memory <= plan.cost().peak_memory()
 
 
+def test_an_axis_that_does_not_divide_leaves_parameters_whole() -> None:
+    model, x = nn.Linear(36, 20, bias=False, device="meta"), torch.empty(12, 36, device="meta")
+    search = Search(model, (x,), {}, Options(outputs="sharded"), ("low",), load_hardware("dgx-h100"), axes=("y",))
+    search.run([Mesh.parse((1, 2, 1))])
+    (template,) = search.templates
+    for ranks, more in ((2, 0), (3, 2 * (20 * 36 * 4 // 3) * 4), (5, 0), (10, 0)):  # of the weight, its gradient and two moments
+        mesh = Mesh.parse((1, ranks, 1))
+        assert template.replicated("low", mesh, template.relaxed(mesh, {})) == more, ranks
+
+
 def test_a_table_that_is_sent_again_is_not_one_that_is_gathered() -> None:
     """A tied table: along z alone its one message is not sent again for the backward, and vectors are gathered in one."""
 

@@ -6,13 +6,14 @@ sizes differ from mesh to mesh, so they are symbols here, beside the axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
-from partir.cost.cost import Cost
+from partir.cost.cost import MOMENTS, Cost
 from partir.cost.lifetimes import blocks_of
 from partir.cost.monomial import Monomial
 from partir.cost.prices import Fleet, Prices, prices_of, sizes_at
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from partir.passes.fold_layers import Folded
     from partir.passes.pipeline import Compiled, Lowered
 
+SplitPart = tuple[Monomial, tuple[str, ...]]
+"""A size, and the axes that split it."""
+
 Padded = Mapping[int, tuple[int, int]]
 """Key of a sub-dim before padding -> its size and its padded size."""
 
@@ -46,6 +50,7 @@ class Template:
         padded: the sub-dims that are padded.
         symbols: (size, padded size) -> the symbol of the padded size.
         parts: sizes that axes must divide.
+        parameter_parts: those of each parameter and buffer, in the order of the costs' parameters.
         programs: by memory mode.
         sizes_of: by memory mode, the size of each value of the program in symbols.
         costs: by memory mode.
@@ -55,7 +60,8 @@ class Template:
     low: Lowered
     padded: Padded
     symbols: Mapping[tuple[int, int], str]
-    parts: frozenset[tuple[Monomial, tuple[str, ...]]]
+    parts: frozenset[SplitPart]
+    parameter_parts: tuple[tuple[SplitPart, ...], ...]
     programs: Mapping[str, Program]
     sizes_of: Mapping[str, ProgramSizes]
     costs: Mapping[str, Cost]
@@ -113,6 +119,17 @@ class Template:
         pads = {self.symbols[(size, wanted)]: padded[key][1] for key, (size, wanted) in self.padded.items()}
         return {**{axis: mesh[axis] for axis in self.mesh.names}, **pads}
 
+    def replicated(self, memory: str, mesh: Mesh, sizes: Mapping[str, int]) -> int:
+        """Return the bytes that parameters, gradients and AdamW's moments take more on a mesh than if every size divided there.
+
+        An axis that does not divide what it splits leaves it whole. The compiler may find it another dim: this is the most.
+        """
+        more, sizes = 0, {**self.costs[memory].values, **sizes}
+        for (held, trained), parts in zip(self.costs[memory].parameters, self.parameter_parts, strict=True):
+            copies = math.prod(_copies(size.value(sizes), axes, mesh) for size, axes in parts)
+            more += int(held.value(sizes) * (copies - 1)) * (2 + MOMENTS if trained else 1)
+        return more
+
     def evaluate(self, memory: str, meshes: Sequence[Mesh], sizes: Sequence[Mapping[str, int]], fleet: Fleet) -> list[Figures]:
         """Return what a step costs on some meshes.
 
@@ -139,6 +156,15 @@ class Template:
         least = step_seconds(run.steps, spans, prices.without(run.cost, other)) if other else seconds
         held = run.cost.peak_of(prices.bytes_of)
         return [Figures(round(r), float(s), float(m), round(h)) for r, s, m, h in zip(prices.received, seconds, least, held, strict=True)]
+
+
+def _copies(size: Any, axes: tuple[str, ...], mesh: Mesh) -> int:
+    """Return how many ranks hold each part of what axes split, where some do not divide it."""
+    extent, copies = 1, 1
+    for axis in axes:
+        divides = size % (extent * mesh[axis]) == 0
+        extent, copies = (extent * mesh[axis], copies) if divides else (extent, copies * mesh[axis])
+    return copies
 
 
 @dataclass(frozen=True)
@@ -201,19 +227,26 @@ def _padded_one(subdims: Sequence[SubDim], pad: Pad) -> list[SubDim]:
     return []
 
 
-def parts_of(lowered: GraphModule, symbols: Mapping[int, str], mesh: Mesh) -> frozenset[tuple[Monomial, tuple[str, ...]]]:
+def parts_of(lowered: GraphModule, symbols: Mapping[int, str], mesh: Mesh) -> frozenset[SplitPart]:
     """Return every size that a layout of a lowered graph splits, with the axes that must divide it."""
-    found: set[tuple[Monomial, tuple[str, ...]]] = set()
-    for node in lowered.graph.nodes:
-        layout, sizes = node.meta.get("layout"), node.meta.get("subdims", ())
-        layouts = (layout,) if isinstance(layout, Layout) else tuple(layout or ())
-        for number, one in enumerate(layouts):
-            found |= set(_split_parts(one, sizes[number] if number < len(sizes) else None, symbols, mesh))
-    return frozenset(found)
+    return frozenset(part for node in lowered.graph.nodes for part in _parts_of_node(node, symbols, mesh))
 
 
-def _split_parts(layout: Layout, sizes: Sizes | None, symbols: Mapping[int, str], mesh: Mesh) -> list[tuple[Monomial, tuple[str, ...]]]:
-    found: list[tuple[Monomial, tuple[str, ...]]] = []
+def parameter_parts_of(low: Lowered, symbols: Mapping[int, str]) -> tuple[tuple[SplitPart, ...], ...]:
+    """Return those of each parameter and buffer, in order."""
+    slots = zip(low.graph.graph.find_nodes(op="placeholder"), low.inputs, strict=True)
+    return tuple(tuple(_parts_of_node(node, symbols, low.mesh)) for node, slot in slots if slot.kind in ("parameter", "buffer"))
+
+
+def _parts_of_node(node: Node, symbols: Mapping[int, str], mesh: Mesh) -> Iterator[SplitPart]:
+    layout, sizes = node.meta.get("layout"), node.meta.get("subdims", ())
+    layouts = (layout,) if isinstance(layout, Layout) else tuple(layout or ())
+    for number, one in enumerate(layouts):
+        yield from _split_parts(one, sizes[number] if number < len(sizes) else None, symbols, mesh)
+
+
+def _split_parts(layout: Layout, sizes: Sizes | None, symbols: Mapping[int, str], mesh: Mesh) -> list[SplitPart]:
+    found: list[SplitPart] = []
     for number, dim in enumerate(layout.dims):
         subdims = list(sizes[number]) if sizes is not None and number < len(sizes) else []
         local = Monomial()
@@ -226,7 +259,7 @@ def _split_parts(layout: Layout, sizes: Sizes | None, symbols: Mapping[int, str]
     return found
 
 
-def _whole_dim(dim: Dim, local: Monomial) -> list[tuple[Monomial, tuple[str, ...]]]:
+def _whole_dim(dim: Dim, local: Monomial) -> list[SplitPart]:
     return [(local, dim.axes)] if dim.axes else []
 
 
