@@ -5,11 +5,11 @@ print(found)
 model = partir.parallelize(model, mesh=found[0].mesh, memory=found[0].mode)
 
 The model is traced once, and compiled with repeated layers left out for a mesh of all axes. Its symbolic cost is evaluated for every
-mesh: along an axis of one rank its messages do not happen, and a size that does not divide is taken as if it did. That is an estimate. It
-is exact where the model, laid out anew for the mesh, gives that very program (`partir.passes.same_program`): this is proven for the best,
-and where it fails (a layer norm runs in another way when its hidden dim is whole; a layout is chosen by sizes) the mesh gets a program of
-its own. Estimates that may be better than the best, if they are off by a quarter, are made sure of in the same way. For small models all
-are, for on odd sizes and few elements an estimate may be off by more.
+mesh: along an axis of one rank its messages do not happen, and a size that does not divide is taken as if it did (but for parameters at
+rest, which such an axis leaves whole). That is an estimate. It is exact where the model, laid out anew for the mesh, gives that very
+program (`partir.passes.same_program`): this is proven for the best, and where it fails (a layer norm runs in another way when its hidden
+dim is whole; a layout is chosen by sizes) the mesh gets a program of its own. Estimates that may be better than the best, if they are off
+by a quarter, are looked at in the same way. For small models all are, for on odd sizes and few elements an estimate may be off by more.
 
 Exact bytes are those of the plan. Seconds and memory may be off by a few percent: where layers were left out, for messages reach over more
 layers than are kept; where one head or one row is left on a rank, for copies are views there; and by index arithmetic of small models.
