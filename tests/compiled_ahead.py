@@ -6,7 +6,7 @@ That every rank compiles the same is what the checks show that do not ask for th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from partir.errors import PartirError
-from partir.layout import Layout
 from partir.mesh import Mesh
 from partir.options import Options
 from partir.passes import pipeline
@@ -49,18 +48,11 @@ def compiled_ahead() -> Generator[None]:
     compile_ahead()
     taken: list[Any] = []
 
-    def recall(
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        mesh: Mesh,
-        options: Options,
-        parameter_layouts: Mapping[str, Layout] | None = None,
-        input_layouts: Mapping[str, Layout] | None = None,
-    ) -> Any:
-        found = None if parameter_layouts or input_layouts else _known.get(_key(model, args, kwargs, mesh, options))
+    def recall(*call: Any) -> Any:
+        *given, parameter_layouts, input_layouts = call
+        found = None if parameter_layouts or input_layouts else _known.get(_key(*given))
         if found is None:
-            return compile_program(model, args, kwargs, mesh, options, parameter_layouts, input_layouts)
+            return compile_program(*call)
         taken.append(found)
         if isinstance(found, Exception):
             raise found
