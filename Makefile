@@ -22,7 +22,7 @@ test-all: lint
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads $(WORKERS)
 
 install: $(STAMP)
 

@@ -26,6 +26,7 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_planning_prints_every_pass() -> None:
     printed = run("planning.py", *"--mesh 2,2,2 --layers 1 2 --hidden 32 --heads 4 --batch 4 --seq 16 --vocabulary 64 --repeats 1".split())
     assert all(name in printed for name in ("trace", "annotate_layouts", "differentiate", "total", "growth"))
@@ -38,6 +39,7 @@ def test_choosing_a_mesh_is_timed() -> None:
     assert [row[:3] for row in rows] == [["2", "bytes", "4"]]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_timed_side_by_side() -> None:
     printed = run("random_numbers.py", *"--rows 8 --columns 8 --repeats 1".split())
     assert all(word in printed for word in ("torch", "exact / fast", "dropout", "rand_like", "randn_like"))

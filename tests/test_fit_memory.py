@@ -70,6 +70,7 @@ def test_loss_and_gradients_are_those_of_one_device(mesh: tuple[int, ...], part:
     assert len(parallelized(model).programs()) == 1
 
 
+@pytest.mark.slow
 def test_dropout_made_again_draws_the_same() -> None:
     """The smallest budget that fits computes nearly everything again, masks too."""
     model, twin = copy.deepcopy(gpt(0.3)), copy.deepcopy(gpt(0.3))

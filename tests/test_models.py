@@ -20,8 +20,8 @@ REFUSED = {name: case for name, case in CASES.items() if case.refused}
 EVERY = [(name, run) for name, case in WORKS.items() for run in runs(case)]
 QUICK_MESHES = ((2, 1, 2), (1, 2, 1))
 QUICK = (  # one of each kind, the quick ones to trace; the slow runs have every model
-    "transformers GPT-2", "transformers Llama", "transformers Gemma2", "transformers BLOOM", "transformers OPT",
-    "transformers BERT (masked)", "transformers ALBERT", "transformers T5", "transformers Whisper", "transformers ViT",
+    "transformers GPT-2", "transformers Llama", "transformers BLOOM", "transformers OPT",
+    "transformers BERT (masked)", "transformers T5", "transformers ViT",
     "transformers Mixtral (batched)", "transformers Mamba", "timm MLP-Mixer", "torch nn.TransformerEncoder (norm first, padding)",
     "torch nn.MultiheadAttention (weights, padding)", "torch complex rotary attention", "torch einsum attention",
 )  # fmt: skip

@@ -66,6 +66,7 @@ def check_odd(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], mesh: tup
     partir.verify(model, mesh, (), inputs, tolerance=1e-5 if make is llama else 1e-10)
 
 
+@pytest.mark.slow
 def test_dropout_of_odd_sizes_is_the_same_on_every_mesh() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=37, block_size=7, num_layers=1, num_heads=6, hidden=30, dropout=0.3)).double()

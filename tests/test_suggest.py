@@ -52,7 +52,7 @@ def test_every_mesh_is_there_in_both_modes() -> None:
     assert all(one.exact for one in suggested())
 
 
-@pytest.mark.parametrize("mesh", [(1, 2, 2), (4, 1, 1), (1, 4, 1)])
+@pytest.mark.parametrize("mesh", [(1, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((4, 1, 1), (1, 4, 1)))])
 def test_bytes_and_memory_are_those_of_the_plan_with_all_its_layers(mesh: tuple[int, ...]) -> None:
     model, args, kwargs = gpt()
     for one in suggested():
@@ -84,7 +84,7 @@ class Turns(nn.Module):
         return self.out(x).square().mean()
 
 
-@pytest.mark.parametrize("num_layers", [7, 8])
+@pytest.mark.parametrize("num_layers", [7, pytest.param(8, marks=pytest.mark.slow)])
 def test_layers_laid_out_in_turns_are_folded_two_by_two(num_layers: int) -> None:
     model, x = Turns(num_layers).to("meta"), torch.empty(64, 32, device="meta")
     with folded():
@@ -289,18 +289,27 @@ def test_layers_that_differ_are_kept() -> None:
     assert fold_layers(traced).traced is traced
 
 
-def test_layers_that_are_frozen_do_not_stand_for_trained_ones() -> None:
-    model, args, kwargs = gpt(num_layers=8)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0.", "blocks.1.", "blocks.2.")))
-    traced = trace(model, args, kwargs)
-    assert fold_layers(traced).counts == {"blocks.5": 2}  # the first that is trained hands no gradient on
+@pytest.mark.slow
+def test_layers_that_are_frozen_have_the_plans_bytes_and_seconds() -> None:
+    model, args, kwargs = partly_frozen()
     with folded():
         found = partir.suggest_mesh(model, 2, args, kwargs, by="bytes", axes=("x", "y"), modes=("low",), sure=None)
     for one in found:
         plan = partir.plan(model, one.mesh, args, kwargs)
         assert one.bytes == plan.bytes()
         assert one.seconds == pytest.approx(plan.time("dgx-h100").seconds, rel=5e-3)
+
+
+def partly_frozen() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    model, args, kwargs = gpt(num_layers=8)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0.", "blocks.1.", "blocks.2.")))
+    return model, args, kwargs
+
+
+def test_layers_that_are_frozen_do_not_stand_for_trained_ones() -> None:
+    model, args, kwargs = partly_frozen()
+    assert fold_layers(trace(model, args, kwargs)).counts == {"blocks.5": 2}  # the first that is trained hands no gradient on
 
 
 def test_a_product_on_its_best_mesh_is_at_the_bound() -> None:
