@@ -126,7 +126,7 @@ class Search:
             made = template.evaluate(mode, [mesh for mesh, _ in new], [values for _, values in new], self._fleet)
             for (mesh, values), one in zip(new, made, strict=True):
                 more = 0 if self._sizes_on(number, mesh) else template.replicated(mode, mesh, values)
-                self._known[number, mode, mesh] = replace(one, memory=one.memory + more)
+                self._known[number, mode, mesh] = replace(one, memory=one.memory + more, least_memory=one.memory)
         return [self._estimate(number, mode, mesh) for mesh, _ in members]
 
     def _estimate(self, number: int, mode: str, mesh: Mesh) -> Estimate:
@@ -136,7 +136,7 @@ class Search:
             return Estimate(suggestion, one.bytes, one.seconds, one.memory)
         template = self.templates[number]
         margin, of_memory = self._proofs.margins(number, template, mesh, self._sizes_on(number, mesh) is not None)
-        return Estimate(suggestion, one.bytes * (1 - margin), one.least_seconds * (1 - margin), one.memory * (1 - of_memory))
+        return Estimate(suggestion, one.bytes * (1 - margin), one.least_seconds * (1 - margin), one.least_memory * (1 - of_memory))
 
     def effort(self, meshes: Sequence[Mesh]) -> int:
         """Return about how many nodes of programs it takes to compile for each set of axes and pads of some meshes."""

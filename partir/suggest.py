@@ -34,6 +34,7 @@ from partir.errors import MeshError, PartirError
 from partir.garbage import paused_collector
 from partir.hardware import Hardware, load_hardware
 from partir.mesh import AXES, Mesh
+from partir.mesh_proofs import MARGIN
 from partir.mesh_search import Estimate, Search
 from partir.module import ParallelModule, original_class
 from partir.options import Options, budget_of
@@ -182,8 +183,7 @@ def _unsure(estimates: Sequence[Estimate], budget: float, by: str, sure: int | N
 
 def _is_near(estimate: Estimate, budget: float) -> bool:
     """Return whether what an estimate may be off decides if it fits."""
-    held = estimate.suggestion.memory
-    return abs(held - budget) * held < (held - estimate.least_memory) * budget
+    return estimate.least_memory < budget < estimate.suggestion.memory * (1 + MARGIN)
 
 
 def _least(estimate: Estimate, by: str) -> float:

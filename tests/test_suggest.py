@@ -17,14 +17,14 @@ from examples.models.gpt import GPT, GPTConfig
 from partir.errors import PartirError
 from partir.hardware import load_hardware
 from partir.mesh import AXES, Mesh
-from partir.mesh_search import Search
+from partir.mesh_search import Estimate, Search
 from partir.options import Options
 from partir.passes import pipeline
 from partir.passes.fold_layers import fold_layers
 from partir.passes.same_program import is_same_program
 from partir.passes.trace import trace
 from partir.suggest import factorisations
-from partir.suggestions import Suggestions
+from partir.suggestions import Suggestion, Suggestions
 
 
 def gpt(num_layers: int = 5, vocabulary: int = 64, heads: int = 4) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -198,6 +198,13 @@ def test_an_axis_that_does_not_divide_leaves_parameters_whole() -> None:
     for ranks, more in ((2, 0), (3, 2 * (20 * 36 * 4 // 3) * 4), (5, 0), (10, 0)):  # of the weight, its gradient and two moments
         mesh = Mesh.parse((1, ranks, 1))
         assert template.replicated("low", mesh, template.relaxed(mesh, {})) == more, ranks
+
+
+def test_an_estimate_that_may_fit_is_not_left_out_unseen() -> None:
+    """It holds 50 bytes if every size divides and 400 if none does: between those a budget does not decide without a look."""
+    one = Estimate(Suggestion((1, 3, 1), "low", 0, 0.0, 400, exact=False), 0, 0.0, 50)
+    near = {budget: partir.suggest._is_near(one, budget) for budget in (40, 60, 399, 450, 600)}  # pyright: ignore[reportPrivateUsage]
+    assert near == {40: False, 60: True, 399: True, 450: True, 600: False}
 
 
 def test_a_table_that_is_sent_again_is_not_one_that_is_gathered() -> None:

@@ -155,7 +155,8 @@ class Template:
         seconds = step_seconds(run.steps, spans, prices)
         least = step_seconds(run.steps, spans, prices.without(run.cost, other)) if other else seconds
         held = run.cost.peak_of(prices.bytes_of)
-        return [Figures(round(r), float(s), float(m), round(h)) for r, s, m, h in zip(prices.received, seconds, least, held, strict=True)]
+        columns = zip(prices.received, seconds, least, held, strict=True)
+        return [Figures(round(r), float(s), float(m), round(h), round(h)) for r, s, m, h in columns]
 
 
 def _copies(size: Any, axes: tuple[str, ...], mesh: Mesh) -> int:
@@ -176,12 +177,14 @@ class Figures:
         seconds: that it takes.
         least_seconds: if the calls that run in another way on this mesh than in the template took none.
         memory: the most bytes that one rank holds.
+        least_memory: those, if every size divided.
     """
 
     bytes: int
     seconds: float
     least_seconds: float
     memory: int
+    least_memory: int
 
 
 @dataclass(frozen=True, eq=False)
